@@ -6,6 +6,7 @@ only in the functions that use them.
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import NoReturn
@@ -90,10 +91,10 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the run files and the overrides; `a.b=c` among the files is an override."""
-    files = [word for word in args.config if "=" not in word]
+    files = [word for word in args.config if "=" not in word or os.path.isfile(word)]
     if not files:
         raise ConfigError(f"name a run file; there are only settings: {' '.join(args.config)}")
-    return files, [*(word for word in args.config if "=" in word), *args.overrides]
+    return files, [*(word for word in args.config if word not in files), *args.overrides]
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:

@@ -179,4 +179,5 @@ rendezvous_handler_registry.register(_LOCAL, _meet_alone)
 
 if __name__ == "__main__":
     launch = Launch(**json.loads(sys.argv[1]))
-    sys.exit(run_together(launch, [sys.executable, "-m", "flowalign", *sys.argv[2:]]))
+    safe = ["-P"] if sys.flags.safe_path else []
+    sys.exit(run_together(launch, [sys.executable, *safe, "-m", "flowalign", *sys.argv[2:]]))

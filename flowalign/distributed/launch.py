@@ -67,7 +67,9 @@ def relaunch(launch: Launch, argv: Sequence[str]) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    words = ["-m", "flowalign.distributed.elastic", json.dumps(asdict(launch)), *argv]
+    # Only a command that was started with -m may import modules of the current folder.
+    safe = ["-P"] if sys.path[0] not in ("", os.getcwd()) else []
+    words = [*safe, "-m", "flowalign.distributed.elastic", json.dumps(asdict(launch)), *argv]
     os.execv(sys.executable, [sys.executable, *words])
 
 

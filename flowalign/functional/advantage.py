@@ -26,7 +26,7 @@ def group_center(
     group: Int[Tensor, "n"],
     scale: Scale,
     *,
-    std_floor: float = 1e-6,
+    std_floor: float | None = None,
     eps: float = 1e-4,
     correction: int = 0,
 ) -> Float[Tensor, "n R"]:
@@ -35,7 +35,8 @@ def group_center(
     "given" returns the values unchanged, because the credit method has normalised them. "joint" and
     "pooled" differ from "group" only in the ids. "leave_one_out" returns the value minus the mean
     of the remaining group, so the baseline does not depend on the sample. Groups with a std of at
-    most `std_floor` give exact zeros: they have no signal, and division would amplify rounding.
+    most `std_floor`, by default the rounding of their values, give exact zeros: they have no
+    signal, and division would amplify rounding.
 
     Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr.
     GRPO, arXiv:2503.20783v2; "leave_one_out" is RLOO, arXiv:2402.14740. correction is 0 in
@@ -46,7 +47,7 @@ def group_center(
     _, index = group.unique(return_inverse=True)
     centred = value - group_mean(value, index)
     spread = _group_std(centred, index, correction)
-    flat = spread <= std_floor
+    flat = spread <= _floor(value, index, std_floor)
     if scale == "none":
         return centred.masked_fill(flat, 0.0)
     if scale == "leave_one_out":
@@ -92,7 +93,7 @@ def advantages(
     *,
     scale: Scale = "group",
     combine: Combine = "sum_of_advantages",
-    std_floor: float = 1e-6,
+    std_floor: float | None = None,
     correction: int = 0,
 ) -> Float[Tensor, "B T"]:
     """Return the normalised credit of each transition, summed over dimensions; 0 outside `mask`.
@@ -126,13 +127,23 @@ def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Te
 
 
 def zero_spread_share(
-    value: Float[Tensor, "n"], group: Int[Tensor, "n"], std_floor: float = 1e-6
+    value: Float[Tensor, "n"], group: Int[Tensor, "n"], std_floor: float | None = None
 ) -> float:
     """Return the share of groups with equal values for all members, which give no signal."""
     ids, index = group.unique(return_inverse=True)
     centred = value[:, None] - group_mean(value[:, None], index)
-    flat = _group_std(centred, index, 0)[:, 0] <= std_floor
+    floor = _floor(value[:, None], index, std_floor)
+    flat = (_group_std(centred, index, 0) <= floor)[:, 0]
     return float(torch.zeros(len(ids), device=value.device).scatter_(0, index, flat.float()).mean())
+
+
+def _floor(value: Tensor, index: Tensor, std_floor: float | None) -> Tensor | float:
+    """Return the largest std without a signal; by default 8 float32 roundings of values."""
+    if std_floor is not None:
+        return std_floor
+    ids = index[:, None].expand_as(value)
+    largest = torch.zeros_like(value).scatter_reduce(0, ids, value.abs(), "amax")[index]
+    return 8 * torch.finfo(torch.float32).eps * largest
 
 
 def _group_std(centred: Tensor, index: Tensor, correction: int) -> Tensor:

@@ -110,9 +110,10 @@ class CallableReward(RewardModel):
 
     def _list_scores(self, scores: Any, batch: MediaBatch) -> list[float]:
         """Return the scores of a function as numbers; a failed score is NaN."""
+        found: Any = scores
         if isinstance(scores, tuple) and len(scores) == 2 and isinstance(scores[1], Mapping):
-            scores = scores[0]  # scores and details, as rewards of DDPO and Flow-GRPO return
-        found = scores.tolist() if hasattr(scores, "tolist") else scores
+            found = scores[0]  # scores and details, as rewards of DDPO and Flow-GRPO return
+        found = found.tolist() if hasattr(found, "tolist") else found
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(batch):
             shown = f"{len(found)} scores" if isinstance(found, Sequence) else repr(found)[:60]
             raise WrongScores(

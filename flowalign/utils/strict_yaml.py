@@ -117,6 +117,16 @@ class _Loader(yaml.SafeLoader):
             lines[name] = line
         return node
 
+    @override
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Raise YAMLError for 010, which is 8, and 1:30, which is 90."""
+        if re.fullmatch(r"[-+]?0[0-9_]+|.*:.*", node.value):
+            raise yaml.YAMLError(
+                f"{node.value} (line {_line(node)}) is {super().construct_yaml_int(node)} in YAML: "
+                "write that number, or quote it as a text"
+            )
+        return super().construct_yaml_int(node)
+
 
 def _refused(what: str, event: yaml.Event) -> yaml.YAMLError:
     return yaml.YAMLError(f"{what} (line {_line(event)})")
@@ -126,6 +136,7 @@ def _line(place: yaml.Node | yaml.Event) -> int:
     return place.start_mark.line + 1
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(

@@ -7,10 +7,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from flowalign.utils.console import say
+from flowalign.utils.errors import describe_error
 from flowalign.utils.files import parse_json, write_text
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -38,7 +41,10 @@ class Tracker:
         earlier = _drop_from(folder / FILE, keep_until)
         self._start = time.perf_counter() - max((row["seconds"] for row in earlier), default=0.0)
         self._file = (folder / FILE).open("a", encoding="utf-8")
-        self._sinks = [_SINKS[name](folder, keep_until, settings) for name in trackers]
+        self._sinks: dict[str, Any] = {
+            name: partial(_SINKS[name], folder, keep_until, settings) for name in trackers
+        }
+        self._each(lambda name, start: self._sinks.update({name: start()}))
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Write one row; it is on disk before the next step begins."""
@@ -47,25 +53,35 @@ class Tracker:
         row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        for sink in self._sinks:
-            sink.write(step, values)
+        self._each(lambda _, sink: sink.write(step, values))
 
     def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
         """Give PIL images with their prompts to the trackers; files and report have their own."""
-        for sink in self._sinks:
-            sink.show(step, name, images, prompts)
+        self._each(lambda _, sink: sink.show(step, name, images, prompts))
 
     def close(self) -> None:
         """Close every file; a second call does nothing."""
         self._file.close()
-        while self._sinks:
-            self._sinks.pop().close()
+        self._each(lambda name, _: self._sinks.pop(name).close())
+
+    def _each(self, work: Callable[[str, Any], None]) -> None:
+        """Call all trackers; after an error, print a warning and go on without the tracker."""
+        for name, sink in [*self._sinks.items()]:
+            try:
+                work(name, sink)
+            except Exception as error:  # noqa: BLE001 (a tracker may raise anything)
+                self._sinks.pop(name, None)
+                say(
+                    f"warning: the tracker {name} failed ({describe_error(error)}); the run goes "
+                    f"on without it, and writes all metrics to {FILE}"
+                )
 
 
 def check_trackers(trackers: Sequence[str]) -> None:
     """Raise ValueError if the package of a tracker is not installed."""
     for name in trackers:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of this name without a package
             raise ValueError(
                 f"trackers names {name}, which is not installed: run "
                 f"`pip install flowalign-diffusion[{name}]`, or set trackers: []; "

@@ -1,10 +1,13 @@
 """Commands that start several processes, and errors before they start."""
 
+import os
+import sys
+
 import pytest
 
 from flowalign.cli import check, evaluate, train
 from flowalign.cli import main as cli
-from flowalign.distributed.launch import Launch
+from flowalign.distributed.launch import Launch, relaunch
 
 pytestmark = pytest.mark.slow
 
@@ -151,3 +154,19 @@ def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == ""
     assert launched(*argv, "3") == []
     assert "--processes is 3, but torchrun has started 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_processes_search_the_current_folder_only_if_the_command_does(monkeypatch, is_script):
+    """A user's folder with a module `wandb.py` or `torch.py` would win."""
+    words = []
+
+    def replace(_, argv):
+        words.extend(argv)
+        raise _Replaced
+
+    monkeypatch.setattr(sys, "path", ["/bin" if is_script else os.getcwd(), *sys.path])
+    monkeypatch.setattr(os, "execv", replace)
+    with pytest.raises(_Replaced):
+        relaunch(Launch(2), ["train", SHAPES])
+    assert ("-P" in words) == is_script

@@ -157,6 +157,17 @@ def test_zero_spread_share_by_hand():
     assert zero_spread_share(value, group, std_floor=0.06) == pytest.approx(3 / 4)
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1.0, 1e5])
+def test_rewards_of_any_scale_have_a_signal_unless_they_differ_by_rounding(size):
+    group = torch.tensor([0, 0, 0, 1, 1, 1])
+    signal, noise = [0.31, 0.33, 0.32], [0.3, 0.3 + 6e-8, 0.3 - 6e-8]
+    value = size * torch.tensor([*signal, *noise])
+    got = group_center(value[:, None], group, "group", eps=0.0)[:, 0]
+    assert_close(got[:3], torch.tensor([-1.5, 1.5, 0.0]) / 1.5**0.5, atol=1e-3, rtol=0)
+    assert got[3:].tolist() == [0.0, 0.0, 0.0]
+    assert zero_spread_share(value, group) == 0.5
+
+
 # Invariances --------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,14 @@ def test_three_forms_of_override_mean_the_same(written):
     assert load(SHAPES)[0].recipe.sampling.eta != 0.25
 
 
+def test_a_run_file_may_lie_in_a_folder_with_an_equals_sign(tmp_path):
+    folder = tmp_path / "lr=1e-4"
+    folder.mkdir()
+    words = [str(shutil.copy(SHAPES, folder)), "num_steps=3"]
+    files, options = read_settings(Namespace(config=words, overrides=["--seed", "2"]))
+    assert (files, options) == (words[:1], ["num_steps=3", "--seed", "2"])
+
+
 def test_overrides_reach_into_components_and_can_switch_them_off():
     overrides = ["--policy.lora.rank=5", "--policy.guidance", "2.5", "--ema", "null"]
     run, _ = load(SHAPES, overrides)

@@ -78,6 +78,18 @@ def test_an_overridden_merge_that_is_merged_again_is_no_key_given_twice():
     assert parse_yaml(text) == {"p": {"q": {"x": 2}}, "c": {"x": 3}}
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("010", 8), ("-0_17", -15), ("1:30", 90), ("0512", 330)]
+)
+def test_numbers_that_yaml_reads_as_others_are_refused(text, number):
+    with pytest.raises(yaml.YAMLError, match=rf"{text} \(line 2\) is {number} in YAML: write"):
+        parse_yaml(f"a: 1\nb: {text}\n")
+    assert parse_yaml(f"a: '{text}'\nb: [0, 10, -3, 1_000, 0x1f, 0.5]\n") == {
+        "a": text,
+        "b": [0, 10, -3, 1000, 31, 0.5],
+    }
+
+
 def test_fifty_levels_are_allowed():
     text = "[" * 50 + "]" * 50
     assert parse_yaml(text) == yaml.safe_load(text)

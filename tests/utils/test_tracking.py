@@ -2,6 +2,9 @@
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -194,3 +197,28 @@ def test_trackio_gets_every_step_and_keeps_its_database_in_the_run_s_folder(tmp_
     assert (init["project"], init["config"], step) == ("mine", {"seed": 3}, 6)
     assert shown["samples/0"].told == ((3, 2), "a red fox")
     monkeypatch.delitem(sys.modules, "trackio")
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch, capsys, broken):
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("the server is gone")
+
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    wandb: Any = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None, origin="here")
+    wandb.init = lambda **_: run
+    setattr(wandb if broken == "init" else run, broken, fail)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    write(tmp_path, [0, 1, 2], trackers=["wandb"])
+    assert steps_of(tmp_path) == [0, 1, 2]
+    told = capsys.readouterr().err
+    assert told.count("warning: the tracker wandb failed (ConnectionError: the server is gone") == 1
+
+
+def test_a_folder_named_like_a_tracker_is_no_tracker(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    (tmp_path / "trackio").mkdir()
+    with pytest.raises(ValueError, match="trackers names trackio, which is not installed"):
+        tracking.check_trackers(["trackio"])

@@ -30,8 +30,9 @@ class AdvantageConfig:
     std_correction: Literal[0, 1] = 0
     """Correction of the standard deviation. 1: divide by n - 1 (DanceGRPO, MixGRPO). 0: divide by n
     (Flow-GRPO)."""
-    std_floor: NonNegativeFloat = 1e-6
-    """Standard deviation up to which a group counts as constant and gets zero advantages."""
+    std_floor: NonNegativeFloat | None = None
+    """Standard deviation up to which a group counts as constant and gets zero advantages. Null: the
+    rounding of its rewards in float32, about 1e-6 of the largest one."""
     clip: PositiveFloat | None = 5.0
     """Largest absolute advantage. Null: not clipped. Default: 5, as in Flow-GRPO's code."""
     extremes: PositiveInt | None = None
