@@ -134,3 +134,24 @@ def test_the_servers_of_the_tests_import_modules_that_exist():
     own = [name for name in zygote._MODULES if name.split(".")[0] in (*PACKAGES, "tests")]
     assert own
     assert [name for name in own if importlib.util.find_spec(name) is None] == []
+
+
+def _find_texts_of_the_locale(source: str) -> list[str]:
+    """Calls that read or write text in the encoding of the user's locale."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, words = node.func.attr, [one.arg for one in node.keywords]
+        first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+        texts = name in ("read_text", "write_text") or (name == "open" and first in MODES)
+        if texts and "encoding" not in words:
+            found.append(f"{name} in line {node.lineno}")
+    return found
+
+
+MODES = ("r", "w", "a", "x")
+
+
+def test_no_file_depends_on_the_locale():
+    assert found_in_files(_find_texts_of_the_locale) == {}

@@ -1,6 +1,7 @@
 """Validate a run file without reading weights, and print its plan: `flowalign check`."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.runs.capacity import capacity_rows, plan_capacity
     from flowalign.runs.config import load_with_origins
     from flowalign.runs.planning import plan
+    from flowalign.utils.local_modules import list_files
 
     loaded = load_with_origins(*read_settings(args))
     if args.shows_settings:
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         cluster = _read_cluster(args)
         world = cluster.count if cluster else args.processes
         rows, title = plan(settings, world), f"plan of {' '.join(args.config)}"
+        if files := list_files(loaded.text):
+            rows["warning: runs code"] = " ".join(map(os.path.relpath, files))
         if args.full:
             table(title, {name: join_ranges(value) for name, value in rows.items()})
         else:

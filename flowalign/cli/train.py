@@ -123,8 +123,8 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     run_file, config = loaded.run, loaded.annotate()
     if not args.address:
         check_fits(args.processes, run_file.device)
-    if args.resume:
-        check_resume(run_file, config, _find_checkpoint(run_file, args.resume))
+    if resume := args.resume and _find_checkpoint(run_file, args.resume):
+        check_resume(run_file, config, resume)
     else:
         check_start(run_file, config, args.overwrite)
     plan(run_file, args.processes * args.nodes)
@@ -193,15 +193,21 @@ def _explain_shortage(run_file: "Run", world: int) -> Iterator[None]:
         raise TrainingFailure(explain_shortage(error, memory_parts(run_file, world))) from error
 
 
-def _find_checkpoint(run_file: "Run", resume: str) -> Path:
-    """Return a checkpoint that has all its files, or the directory of a run that has none yet."""
+def _find_checkpoint(run_file: "Run", resume: str) -> Path | None:
+    """Return a checkpoint that has all its files, or the directory of a run that has none yet.
+
+    None for an empty directory, in which the run begins.
+    """
     from flowalign.runs.run_directory import CONFIG
     from flowalign.training import checkpoint
+    from flowalign.utils.folders import is_unused
 
     folder = Path(run_file.output_dir)
     path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
     if path is None and (folder / CONFIG).is_file():
         return folder
+    if path is None and is_unused(folder):
+        return None
     if path is None:
         raise ConfigError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
     checkpoint.read_loop(path)  # the quick checks, on every process

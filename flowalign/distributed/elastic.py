@@ -36,7 +36,7 @@ from flowalign.distributed.launch import (
     Launch,
     read_first_failure,
 )
-from flowalign.utils.interrupts import tie_all_children
+from flowalign.utils.interrupts import SIGNALS, tie_all_children
 
 _LOCAL = "local"
 """Name of the rendezvous of a launcher that is alone."""
@@ -121,7 +121,9 @@ def _configure(launch: Launch, logs: _Logs) -> LaunchConfig:
         max_restarts=launch.restarts,
         local_addr=_find_own_address(place) if launch.nodes > 1 else "127.0.0.1",
         # Torch replaces the handlers of these signals, even of those that nohup ignores.
-        signals_to_handle="SIGTERM,SIGINT",
+        signals_to_handle=",".join(
+            one.name for one in SIGNALS if signal.getsignal(one) != signal.SIG_IGN
+        ),
         shutdown_timeout=_SECONDS_TO_STOP,
     )
 

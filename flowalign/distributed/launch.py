@@ -6,7 +6,6 @@ it. The launcher reports only the first failure, because the others follow from 
 
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import NoReturn
 
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import write_text
+from flowalign.utils.interrupts import SIGNALS
 
 STARTS = "FLOWALIGN_STARTS"
 """Environment variable with the number of earlier starts of the processes of this command."""
@@ -28,8 +28,8 @@ RUN_ID = "flowalign"
 launchers, such as torchrun, print only their exit codes."""
 USER_ERROR = 2
 """Exit code of an error that the user must correct, which a restart would repeat."""
-STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit codes of a process that was stopped by Ctrl-C or SIGTERM, which is no failure."""
+STOPPED = tuple(128 + number for number in SIGNALS)
+"""Exit codes of a process that was stopped by Ctrl-C or a scheduler, which is no failure."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ def starts_others(processes: int, launched: bool = False) -> bool:
         return launched or processes > 1
     started = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if str(processes) not in ("1", started):
-        raise ConfigError(f"--processes is {processes}, but torchrun has started {started}")
+        raise ConfigError(
+            f"--processes is {processes}, but RANK is set, so a launcher has started {started}: "
+            "leave out --processes, or unset RANK"
+        )
     return False
 
 

@@ -10,6 +10,7 @@ prompts and dropped samples break.
 """
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler, expect_all_ranks
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.launch import STORE
+from flowalign.utils.console import Patience, say
 from flowalign.utils.imports import LazyModule
 
 if TYPE_CHECKING:
@@ -218,6 +220,11 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, kind = int(os.environ.get("LOCAL_RANK", 0)), _device_type(device)
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if world > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {world}, but RANK is not set: a launcher sets both; for one process "
+            "unset WORLD_SIZE"
+        )
     check_degree(context_degree, world)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
@@ -241,7 +248,22 @@ def _meet(device: torch.device, rank: int, world: int) -> None:
     if file := os.environ.get(STORE):
         options["store"] = dist.FileStore(file, world)
         options["store"].set_timeout(SOON)
-    dist.init_process_group(backend, timeout=SOON, **options)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            dist.init_process_group(backend, timeout=SOON, **options)
+        except Exception as error:  # noqa: BLE001 (raised below)
+            errors.append(error)
+
+    meeting = threading.Thread(target=work, daemon=True)
+    with Patience(f"all {world} processes" + ("" if file else f" to meet at {where}"), say):
+        meeting.start()
+        while meeting.is_alive():  # signals act between these calls, and not inside of torch's
+            meeting.join(0.05)
+    for error in errors:
+        raise error
 
 
 @cache

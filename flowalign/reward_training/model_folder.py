@@ -124,7 +124,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> di
     tensors |= {n: p for n, p in adapters if n.startswith("backbone.")}
     _write(new / "model.safetensors", tensors, {"format": FORMAT})
     write_json(new / "config.json", config)
-    (new / "README.md").write_text(render_card(config))
+    (new / "README.md").write_text(render_card(config), encoding="utf-8")
     _swap(new, folder)
     return config
 

@@ -22,8 +22,8 @@ from flowalign.training.matching.times import Times
 from flowalign.types import Backbone, Head, NoisyBackbone
 from flowalign.types.ranges import Decay, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.files import write_text
-from flowalign.utils.folders import Claim, clear, is_unused
-from flowalign.utils.tracking import Tracker
+from flowalign.utils.folders import LOCK, Claim, clear, is_unused
+from flowalign.utils.tracking import FILE, Tracker
 from flowalign.utils.typed_settings import load_typed
 
 STATE, MODEL = "state.safetensors", "model"
@@ -158,12 +158,12 @@ def _train(
         run.schedule,
         run.seed,
     )
-    if resume:
+    if resume and (folder / STATE).is_file():
         restore_state(folder / STATE, trainer, identity)
     elif overwrite:
         clear(folder)
     write_text(folder / "config.yaml", config)
-    tracker = Tracker(folder, keep_until=trainer.epoch + 1 if resume else None)
+    tracker = Tracker(folder, keep_until=trainer.epoch + 1)
     try:
         for metrics in trainer.epochs():
             tracker.log(trainer.epoch, metrics)
@@ -245,6 +245,9 @@ def _describe_run(
 
 
 def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    names = {path.name for path in folder.iterdir()} - {LOCK, FILE}
+    if not overwrite and names == {"config.yaml"}:
+        return  # the first epoch did not end, for example because the disk was full
     if resume and not (folder / STATE).is_file():
         raise ValueError(f"{folder} holds no training to resume")
     if overwrite and not is_unused(folder) and not (folder / "config.yaml").is_file():

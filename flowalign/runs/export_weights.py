@@ -24,8 +24,8 @@ from flowalign.runs.model_card import (
 )
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
-from flowalign.utils.files import atomic_write, write_json
-from flowalign.utils.run_events import hide_in_settings
+from flowalign.utils.files import atomic_write, read_object, write_json
+from flowalign.utils.run_events import hide_folders, hide_in_settings
 
 _GRIDS = "*.png"
 
@@ -138,12 +138,15 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
 
 def describe_folder(folder: Path, subject: Subject, trained: Trained, form: Form) -> None:
     """Add model card, settings, curves and grids to weights, and metadata to adapter files."""
-    text = trained.config.read_text(encoding="utf-8")
+    text = hide_folders(hide_in_settings(trained.config.read_text(encoding="utf-8")))
+    for file in folder.rglob("*.json"):
+        if (content := read_object(file)).pop("_name_or_path", None):
+            write_json(file, content)
     if form.target != "merged":
         stamp_adapter(folder, yaml.safe_load(text))
     for name, grid in trained.grids.items():
         shutil.copyfile(grid, folder / name)
-    (folder / "flowalign.yaml").write_text(hide_in_settings(text), encoding="utf-8")
+    (folder / "flowalign.yaml").write_text(text, encoding="utf-8")
     curves = draw_curves(trained.run_folder) if trained.run_folder else None
     if curves:
         (folder / "curves.png").write_bytes(curves)

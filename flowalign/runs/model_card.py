@@ -18,6 +18,7 @@ from flowalign.types import ExportTarget, describe_conditioning
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import PREFIX
+from flowalign.utils.run_events import hide_folders
 from flowalign.utils.tracking import read_metrics
 
 SAMPLES, SAMPLES_BEFORE = "samples.png", "samples_before.png"
@@ -67,10 +68,10 @@ def model_card(
     evidence: Evidence,
 ) -> str:
     """Return the card: front matter, use, training settings, measured rewards and benchmarks."""
-    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    settings = yaml.safe_load(hide_folders(config.read_text(encoding="utf-8")))
     path, task = str(settings["policy"]["init_args"].get("path", "")), subject.task
     base = "" if path.startswith(PREFIX) else path
-    front: dict[str, Any] = {"base_model": base} if base else {}
+    front: dict[str, Any] = {"base_model": base} if "/" in base else {}  # the hub takes only ids
     front |= {"library_name": "diffusers", "pipeline_tag": task}
     front |= {"license": license} if license else {}
     front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]

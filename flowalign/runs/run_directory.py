@@ -253,7 +253,7 @@ def claim(
 def begin_directory(folder: Path, config: str) -> Iterator[None]:
     """Write the settings of a new run; if the body raises ValueError, restore the earlier file."""
     path = folder / CONFIG
-    earlier = path.read_text() if path.exists() else None
+    earlier = path.read_text(encoding="utf-8") if path.exists() else None
     write_config(folder, config)
     try:
         yield

@@ -267,7 +267,7 @@ def _draw(job: SamplingJob, batch: Sequence[Medium]) -> int:
             write_clip(job.out / one.file_name, frames, one.fps, heard)
         elif one in absent:
             write_picture(job.out / one.file_name, frames[0], alone=True)
-    with (job.out / LISTING).open("a") as listing:
+    with (job.out / LISTING).open("a", encoding="utf-8") as listing:
         listing.writelines(_format_rows(absent, job.seed))
     return len(absent)
 

@@ -120,8 +120,9 @@ def _write_counters(
     partial: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]
 ) -> None:
     counters = {"step": step, **_counters(learner), **loop}
-    (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
-    (partial / "config.yaml").write_text(config)
+    text = json.dumps(counters, indent=1)
+    (partial / "state" / "loop.json").write_text(text, encoding="utf-8")
+    (partial / "config.yaml").write_text(config, encoding="utf-8")
     write_manifest(partial)
 
 
@@ -177,7 +178,7 @@ def read_loop(folder: Path) -> dict[str, Any]:
         ValueError: A file is missing or truncated, or `state/loop.json` is damaged.
     """
     check_files(folder, lambda name: name == "state/loop.json")
-    return json.loads((folder / "state" / "loop.json").read_text())
+    return json.loads((folder / "state" / "loop.json").read_text(encoding="utf-8"))
 
 
 def prune(root: Path, keep: int) -> None:

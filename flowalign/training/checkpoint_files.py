@@ -47,7 +47,7 @@ def write_manifest(folder: Path) -> None:
         for f in sorted(folder.rglob("*"))
         if f.is_file()
     }
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
 
 
 def check_complete(folder: Path) -> None:

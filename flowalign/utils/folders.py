@@ -154,7 +154,7 @@ def hold_lock(lock: Path) -> Iterator[None]:
         ValueError: Another process holds it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
+    with lock.open("w", encoding="utf-8") as file:
         # flock is released with the process; a file that marks a lock would outlive a kill.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Stop on Ctrl-C or on a scheduler's SIGTERM, immediately or between two steps, or with the parent.
+"""Stop on Ctrl-C or a scheduler's signal, immediately or between two steps, or with the parent.
 
 For a child that ends with its parent, even by SIGKILL, the parent keeps one end of a pipe open and
 never writes to it. A thread of the child waits at the other end. The system closes the pipe when
@@ -16,7 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SIGNALS = signal.SIGINT, signal.SIGTERM
+STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+"""Signals of schedulers that request a stop; a closed terminal sends SIGHUP."""
+SIGNALS = signal.SIGINT, *STOPS
 """Signals that request a stop."""
 Handler = Callable[[int, object], None]
 _SOURCES: list[Callable[[], int]] = []
@@ -25,21 +27,29 @@ _END = "FLOWALIGN_PARENT_PIPE"
 
 
 class Terminated(KeyboardInterrupt):
-    """Request to stop by SIGTERM; handlers of KeyboardInterrupt handle it as well."""
+    """Request to stop by a signal; handlers of KeyboardInterrupt handle it as well."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        super().__init__()
+        self.number = number
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
     """Return the exit code of a stopped process: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+    return 128 + (stop.number if isinstance(stop, Terminated) else signal.SIGINT)
 
 
 @contextmanager
 def handle_signals(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Install signal handlers inside the context; outside the main thread, do nothing."""
+    """Install signal handlers inside the context; outside the main thread, do nothing.
+
+    A process that nohup started goes on ignoring SIGHUP.
+    """
     previous = {}
     try:
         for number, handler in handlers.items():
-            previous[number] = signal.signal(number, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
     except ValueError:  # Python only allows signal handlers in the main thread
         yield
         return
@@ -52,16 +62,24 @@ def handle_signals(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]
 
 @contextmanager
 def sigterm_stops() -> Iterator[None]:
-    """Raise Terminated at the first SIGTERM inside the context; ignore further ones."""
+    """Raise Terminated at the first signal of a scheduler inside the context; ignore further ones.
+
+    Code that this interrupts may fail in another way, which is a stop as well.
+    """
     asked: list[int] = []
 
     def handler(number: int, _: object) -> None:
         asked.append(number)
         if len(asked) == 1:
-            raise Terminated
+            raise Terminated(number)
 
-    with handle_signals({signal.SIGTERM: handler}):
-        yield
+    with handle_signals(dict.fromkeys(STOPS, handler)):
+        try:
+            yield
+        except Exception as error:
+            if asked:
+                raise Terminated(asked[0]) from error
+            raise
 
 
 def listen_to(source: Callable[[], int]) -> None:
@@ -74,7 +92,7 @@ def listen_to(source: Callable[[], int]) -> None:
 
 @contextmanager
 def stop_between_steps() -> Iterator[Callable[[], int]]:
-    """Defer Ctrl-C and SIGTERM inside the context; yield a function that returns the signal, or 0.
+    """Defer stop signals inside the context; yield a function that returns the signal, or 0.
 
     A second Ctrl-C stops immediately. A second SIGTERM does not, because a launcher and a scheduler
     may both send one; use SIGKILL to stop immediately.

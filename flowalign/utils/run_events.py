@@ -22,6 +22,7 @@ LONGEST_S = 60.0
 Event = Literal["finished", "interrupted", "failed", "hacking"]
 _SETTING = re.compile(r"(?m)^notify:.*\n(?:[ #-].*\n|\n)*")
 _OPTION = re.compile(r"(?s)^((?:--)?notify=).*")
+_FOLDERS = re.compile(r"((?:: |- |# )['\"]?)[/~][^\n#]*/")
 _CREDENTIALS = re.compile(r"(://)[^\s/?#]*@")
 
 
@@ -104,6 +105,14 @@ def notify_failure(
 def hide_in_settings(text: str) -> str:
     """Return the YAML of a run without `notify`, and with *** instead of credentials in URLs."""
     return _CREDENTIALS.sub(r"\1***@", _SETTING.sub("", text))
+
+
+def hide_folders(text: str) -> str:
+    """Return the YAML of a run with the names instead of the absolute paths of files and folders.
+
+    For publication: paths contain names of users and machines.
+    """
+    return _FOLDERS.sub(r"\1", text)
 
 
 def hide_in_command(words: Sequence[str]) -> list[str]:

@@ -31,7 +31,11 @@ class CommandJob:
 
     def last_line(self) -> str:
         """Return the name and the last line of the log."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line
+            for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
         last = lines[-1] if lines else "no output"
         return f"{self.log}: {last.removeprefix('error: ').removeprefix('flowalign: ')}"
 
@@ -161,7 +165,7 @@ class ChildProcess:
             return ""
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         how += ", as the system does when memory runs out" * (code == -signal.SIGKILL)
-        said = self._log.read_text(errors="replace").splitlines()
+        said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join([f"it {how}", *[line for line in said if line.strip()][-_LINES:]])
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +78,11 @@ class Folder:
         if file.is_file():
             return file
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.root):
-            raise ValueError(f"policy.path {self.path!r} is neither a folder nor the id of a model")
+            home = os.path.expanduser(self.root)
+            hint = f": write {home}" if home != self.root else ""
+            raise ValueError(
+                f"policy.path {self.path!r} is neither a folder nor the id of a model{hint}"
+            )
         return file_of(self.path, name, component)
 
     @property
@@ -174,6 +179,11 @@ class Folder:
 
     def refuse(self, reason: str) -> str:
         """Return the message that the path is not a folder of this pipeline."""
+        if Path(self.root).is_file():
+            reason = (
+                "convert the file with "
+                f"{self.kind}.from_single_file({self.path!r}).save_pretrained(FOLDER)"
+            )
         return f"{self.path} is not a {self.kind} folder: {reason}"
 
 

@@ -179,7 +179,7 @@ def _instruction(path: str) -> str:
     file = Path(bundled(path))
     if not file.is_file():
         raise ValueError(f"instruction {path!r} does not exist (looked in {Path.cwd()})")
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     if lacks := [part for part in ("{prompt}", TOKEN) if text.count(part) != 1]:
         raise ValueError(f"instruction {path} must hold {lacks[0]} once")
     return text

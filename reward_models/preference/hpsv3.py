@@ -30,7 +30,7 @@ from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
 
-INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text()
+INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text(encoding="utf-8")
 TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
 """Target area of every image in pixels; lower and upper bound are equal."""

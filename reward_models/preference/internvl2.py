@@ -31,7 +31,11 @@ from reward_models.preference import mj_video
 from reward_models.preference.internlm2_tokenizer import convert_tokenizer
 from reward_models.preference.mj_video import Reader, Reading
 
-SYSTEM = (Path(__file__).parents[1] / "instructions" / "internvl2.txt").read_text().strip()
+SYSTEM = (
+    (Path(__file__).parents[1] / "instructions" / "internvl2.txt")
+    .read_text(encoding="utf-8")
+    .strip()
+)
 """System prompt that the model was trained with; part of its interface."""
 _END = "<|im_end|><|im_start|>assistant\n"
 _IMAGE = "<IMG_CONTEXT>"

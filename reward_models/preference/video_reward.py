@@ -37,7 +37,9 @@ from reward_models.backbones.prefix import (
 from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
 
 Normalisation = Literal["checkpoint", "published", "none"]
-INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text()
+INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text(
+    encoding="utf-8"
+)
 DIMS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
 """Special tokens. Their order is part of the model: text after a token cannot change its score, so

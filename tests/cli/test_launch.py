@@ -153,7 +153,10 @@ def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):
     assert launched(*argv, "2") == []
     assert capsys.readouterr().err == ""
     assert launched(*argv, "3") == []
-    assert "--processes is 3, but torchrun has started 2" in capsys.readouterr().err
+    assert (
+        "--processes is 3, but RANK is set, so a launcher has started 2: leave out"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("is_script", [True, False])

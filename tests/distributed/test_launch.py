@@ -17,6 +17,7 @@ from flowalign.distributed import processes
 from flowalign.distributed.elastic import run_together
 from flowalign.distributed.launch import Launch
 from tests.fixtures.processes import PATIENCE, Watched, find_listeners
+from tests.fixtures.stopped_runs import free_port
 from tests.fixtures.zygote import python
 
 SLEEP = "import time; time.sleep(600)"
@@ -203,6 +204,34 @@ def test_a_third_ctrl_c_ends_processes_that_ignore_it(tmp_path):
     watched.wait_for_the_end()
     started.communicate(timeout=PATIENCE)
     assert started.returncode == 130
+
+
+def test_a_number_of_processes_without_a_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but RANK is not set: a launcher sets"):
+        processes.join("cpu")
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_others_says_so_and_stops_at_once():
+    """Another machine may never start; torch would wait for ten minutes, deaf to signals."""
+    port = free_port()
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = (
+        "import functools\nfrom flowalign.distributed import processes\n"
+        "from flowalign.utils.console import Patience\nfrom flowalign.utils.interrupts import *\n"
+        "processes.Patience = functools.partial(Patience, seconds=0.5)\n"
+        "try:\n    with sigterm_stops():\n        processes.join('cpu')\n"
+        "except KeyboardInterrupt as stop:\n    raise SystemExit(exit_code(stop))\n"
+    )
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    waiting = subprocess.Popen([python(), "-c", code], env=os.environ | place, **pipes)
+    assert waiting.stderr is not None
+    told = waiting.stderr.readline()
+    waiting.terminate()
+    assert waiting.wait(timeout=30) == 143
+    assert told.startswith(f"waiting for all 2 processes to meet at 127.0.0.1:{port}, 0.5 seconds")
 
 
 def test_more_processes_than_cores_are_refused_with_both_numbers(monkeypatch):

@@ -3,8 +3,10 @@
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from flowalign.cli import main as cli
 from flowalign.cli.check import join_ranges
 from flowalign.cli.main import run_verb
+from flowalign.cli.options import read_settings
 from flowalign.runs.config import LoadedRun, load
 from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.planning import plan
@@ -315,9 +318,9 @@ def test_fewer_prompts_than_processes_are_refused(capsys, monkeypatch):
 @pytest.mark.usefixtures("unloadable")
 def test_nothing_to_resume_and_a_directory_in_use_are_refused(capsys, tmp_path):
     train, folder = ("train", SHAPES, "--output_dir", tmp_path / "run"), tmp_path / "run"
-    assert "nothing to resume" in refusal(capsys, *train, "--resume")
     folder.mkdir()
     (folder / "mine.txt").write_text("keep")
+    assert "nothing to resume" in refusal(capsys, *train, "--resume")
     assert "already holds a run" in refusal(capsys, *train)
     assert "no run directory" in refusal(capsys, *train, "--overwrite")
     assert (folder / "mine.txt").read_text() == "keep"

@@ -16,6 +16,7 @@ from flowalign.types import MediaBatch
 from flowalign.utils import local_modules
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import parse_yaml
+from tests.fixtures.commands import exit_code
 from tests.fixtures.pixel import PixelPolicy
 
 WARMTH = """
@@ -235,6 +236,13 @@ def test_files_that_cannot_be_used_are_refused_by_name(folder, monkeypatch, name
     (folder / "swapped.py").write_text("def score(prompts, images): return []\n")
     with pytest.raises(ConfigError, match=words):
         load_rewards(name)
+
+
+def test_check_names_the_code_that_a_run_file_imports(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert exit_code("check", write_run(folder, "my_reward.py:redness", "redness")) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "warning: runs code │ my_reward.py" in told
 
 
 def test_a_file_that_was_edited_is_imported_again(folder, monkeypatch):

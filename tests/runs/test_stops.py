@@ -90,7 +90,10 @@ def stopped_at(folder: Path, code: int, output: str) -> int:
     return told["steps"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
+)
 def test_a_stop_saves_after_the_step_in_progress_and_exits_as_shells_expect(tmp_path, number, code):
     folder = tmp_path / "run"
     process = start(folder, "--checkpoints.every", 100)
@@ -140,6 +143,19 @@ def test_sigterm_to_any_process_stops_all_after_the_same_step(tmp_path, target):
     output = finish(process, 143)
     assert stopped_at(folder, 143, output) == steps_logged(folder)
     assert "Traceback" not in output
+
+
+def test_a_signal_of_sbatch_to_the_launcher_saves(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, "--checkpoints.every", 100, "--processes", 2)
+    wait_for_steps(folder, 1, process)
+    process.send_signal(signal.SIGUSR1)
+    stopped_at(folder, 138, finish(process, 138))
+
+
+def test_resuming_without_a_run_begins_one(tmp_path):
+    train_here(tmp_path / "run", "--num_steps", 1, "--resume")
+    assert summary(tmp_path / "run")["steps"] == 1
 
 
 def test_sigterm_sent_twice_by_launcher_and_scheduler_still_saves(tmp_path):

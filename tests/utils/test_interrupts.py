@@ -35,6 +35,8 @@ def test_sigterm_raises_once_what_handlers_of_ctrl_c_catch():
         ([signal.SIGINT], signal.SIGINT),
         ([signal.SIGTERM], signal.SIGTERM),
         ([signal.SIGTERM] * 3, signal.SIGTERM),
+        ([signal.SIGHUP], signal.SIGHUP),
+        ([signal.SIGUSR1], signal.SIGUSR1),
         ([signal.SIGTERM, signal.SIGINT], signal.SIGTERM),
         ([signal.SIGINT, signal.SIGTERM], signal.SIGTERM),
     ],
@@ -72,3 +74,31 @@ def test_another_thread_leaves_signals_to_whoever_runs_it():
     thread.start()
     thread.join()
     assert found == [(0, before)]
+
+
+def test_a_closed_terminal_stops_but_not_what_nohup_started():
+    for handler, stops in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with stop_between_steps() as stop:
+                send(signal.SIGHUP)
+                assert bool(stop()) == stops
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
+def test_another_error_of_what_a_signal_interrupted_is_a_stop():
+    """An import that is interrupted may fail with an error of its own."""
+
+    def fail(numbers: list[int]) -> None:
+        with sigterm_stops():
+            try:
+                send(*numbers)
+            finally:
+                raise RecursionError("maximum recursion depth exceeded")
+
+    with pytest.raises(Terminated) as stop:
+        fail([signal.SIGTERM])
+    assert exit_code(stop.value) == 143
+    with pytest.raises(RecursionError):
+        fail([])

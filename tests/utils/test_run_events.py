@@ -12,6 +12,7 @@ from flowalign.utils.run_events import (
     FAILURE,
     Journal,
     commands,
+    hide_folders,
     hide_in_settings,
     notify,
     notify_failure,
@@ -129,6 +130,17 @@ def test_settings_are_shown_without_notify_and_credentials(style, place):
     }
     assert hide_in_settings("notify: []  # default\nseed: 0  # run.yaml\n") == (
         "seed: 0  # run.yaml\n"
+    )
+
+
+def test_published_settings_have_names_instead_of_local_folders():
+    text = (
+        "policy:\n  path: /home/ann/models/sd3  # /home/ann/my runs/a.yaml\n"
+        "files:\n- '/data/a b/x.txt'\n- assets/y.txt  # default\nhome: ~/z.txt\nurl: http://a/b\n"
+    )
+    assert hide_folders(text) == (
+        "policy:\n  path: sd3  # a.yaml\n"
+        "files:\n- 'x.txt'\n- assets/y.txt  # default\nhome: z.txt\nurl: http://a/b\n"
     )
 
 

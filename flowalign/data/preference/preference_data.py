@@ -140,7 +140,10 @@ def collect_requests(examples: Iterable[Example], drops_prompts: bool) -> list[R
 
 
 def clear_prompt(request: Request) -> Request:
-    """Return a request without its prompt and words, as guidance uses it."""
+    """Return a request without its prompt and words.
+
+    Most policies guide away from it; SDXL, Qwen-Image and Sana guide away from another input.
+    """
     return replace(request, prompt="", conditioned=None)
 
 

@@ -317,3 +317,21 @@ def test_a_file_that_is_a_pointer_or_another_variant_is_named(folders, tmp_path,
     shutil.copytree(folders["sd15"], tmp_path / "sd15")
     work(_weights(tmp_path / "sd15" / "unet"))
     assert message in refused(KINDS["sd15"].on(tmp_path / "sd15"), "plan")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("~/models/sd3", f"id of a model: write {Path.home()}/models/sd3"),
+        (
+            "sd3.safetensors",
+            "StableDiffusion3Pipeline.from_single_file('sd3.safetensors').save_pre",
+        ),
+    ],
+)
+def test_a_path_of_home_or_of_a_single_file_is_refused_with_the_remedy(
+    tmp_path, monkeypatch, path, hint
+):
+    monkeypatch.chdir(tmp_path)
+    Path("sd3.safetensors").write_bytes(b"")
+    assert hint in refused(KINDS["sd3"].on(Path(path)), "plan")

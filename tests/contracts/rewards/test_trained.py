@@ -353,6 +353,23 @@ def test_a_training_that_is_refused_leaves_its_folder_as_it_was(tmp_path, clip):
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "thesis.tex"]
 
 
+def test_a_training_that_ended_in_its_first_epoch_is_repeated(tmp_path, clip, trained, monkeypatch):
+    file = run_file(tmp_path, clip, trained[0] / "pairs.jsonl")
+    run, config = load_run(str(file), ["--schedule.epochs", "1"])
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("flowalign.reward_training.reward_run.save_state", fail)
+        for resume in (False, True):
+            with pytest.raises(OSError, match="No space"):
+                train(run, config, quiet, resume)
+    train(run, config, quiet)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1]
+
+
 def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
     backbone = {
         "class_path": "reward_models.PooledFrames",
