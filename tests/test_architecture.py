@@ -145,7 +145,7 @@ def _find_texts_of_the_locale(source: str) -> list[str]:
         name, words = node.func.attr, [one.arg for one in node.keywords]
         first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
         texts = name in ("read_text", "write_text") or (name == "open" and first in MODES)
-        if texts and "encoding" not in words:
+        if texts and "encoding" not in words and not (name == "read_text" and node.args):
             found.append(f"{name} in line {node.lineno}")
     return found
 

@@ -7,7 +7,7 @@ import pytest
 
 from flowalign.cli import main as cli
 from flowalign.cli import sample, score
-from flowalign.cli.main import complain, run_verb
+from flowalign.cli.main import run_verb
 from flowalign.extra.clip_pairs import run_file
 from flowalign.extra.clip_pairs.run_file import ClipPairs
 from tests.fixtures.commands import exit_code
@@ -93,20 +93,3 @@ def test_weights_that_are_not_there_are_refused_before_the_model_is_read(
     monkeypatch.setattr("pipelines.families.sd3.SD3.load", lambda self, device: pytest.fail("read"))
     assert exit_code(*argv) == 2
     assert why in capsys.readouterr().err
-
-
-def test_memory_that_runs_out_on_the_cpu_is_one_message(capsys):
-    refused = "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"
-    for error in (MemoryError(), RuntimeError(refused)):
-
-        def run(_, error=error):
-            raise error
-
-        assert run_verb(argparse.Namespace(verb="score", run=run)) == 1
-        assert "out of memory of this machine" in capsys.readouterr().err
-
-
-def test_names_that_look_like_markup_are_printed_as_they_are(capsys):
-    path = r"x\[/y] [bold] a:smile:.yaml"
-    complain(f"{path} does not exist", 2)
-    assert capsys.readouterr().err == f"flowalign: {path} does not exist\n"
