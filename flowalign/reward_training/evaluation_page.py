@@ -69,7 +69,10 @@ def _ceiling(share: float) -> str:
     """Return a sentence on the agreement between annotators; "" if it is unknown."""
     if not math.isfinite(share):
         return ""
-    return f" Two annotators agree in {100 * share:.1f} % of the cases, which is the ceiling."
+    return (
+        f" Two annotators agree in {100 * share:.1f} % of the cases, the ceiling of agreement with "
+        "one annotator."
+    )
 
 
 def cautions(content: Content) -> list[str]:
