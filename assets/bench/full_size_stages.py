@@ -42,7 +42,7 @@ def plan(files: list[str], changes: list[str]) -> dict[str, Any]:
     """Return the planned bytes of each stage, and the network evaluations of a step."""
     run = load(files, changes)[0]
     model, parts = run.policy.plan(), memory_parts(run)
-    rows = run.recipe.plan(run.context(run.build_rewards()), model, 1).rows
+    rows = run.recipe.plan(run.context(run.build_rewards()), model, 1).work.rows()
     return {
         "parameters": model.parameters,
         "evaluations": rows.get("network evaluations per step", ""),

@@ -18,8 +18,7 @@ from flowalign.training.recipe_plan import (
     RecipePlan,
     StepWork,
     check_prompts_per_step,
-    evaluations_row,
-    reward_rows,
+    judge_row,
     samples_row,
 )
 from flowalign.training.reference import check_guidance, find_scale
@@ -84,7 +83,7 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
             rows=self._rows(run),
             work=self._work(run),
             parts=[MemoryPart("states", states)],
-            decode_batches={"recipe.micro_batch": self.micro_batch} if self.surrogate else {},
+            decode_batch=self.micro_batch if self.surrogate else 0,
             prompts_per_step=self.prompts_per_step,
             weight_copies=_TRAINED * companions + bool(self.surrogate),
         )
@@ -118,31 +117,24 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
         }
 
     def _work(self, run: RunContext) -> StepWork:
-        counts = self.evaluations(run.policy)
-        training = sum(count for name, count in counts.items() if name.startswith("training"))
         decodes = self.num_samples if self.surrogate else 0
         return StepWork(
-            sampling=counts["sampling"],
-            training=training,
-            frozen=sum(counts.values()) - counts["sampling"] - training,
+            evaluations=self.evaluations(run.policy),
             decodes=decodes,
             reward_calls=decodes * len(run.rewards.models),
         )
 
     def _rows(self, run: RunContext) -> dict[str, str]:
-        samples, counts = self.num_samples, self.evaluations(run.policy)
         rows = {
             **samples_row(self.prompts_per_step, self.samples_per_prompt),
             "boundaries per step": f"{self.rows}, {self.num_steps} of each sample",
             "trained on one network": "generator, fake score"
             + (", surrogate reward" if self.surrogate else ""),
-            **evaluations_row(counts),
             "evaluations of a sample": f"{self.num_steps}",
             "updates per step": f"1 of the generator, {self.fake.updates} of the fake score"
             + (", 1 of the surrogate reward" if self.surrogate else ""),
         }
         if self.surrogate:
-            rows["decodes per step"] = f"{samples}"
             groups = [self.samples_per_prompt] * self.prompts_per_step
-            rows |= reward_rows(run.rewards.models, groups)
+            rows |= judge_row(run.rewards.models, groups)
         return rows

@@ -135,8 +135,8 @@ def unit_seconds(seconds: Mapping[str, float], work: StepWork, passes: int) -> d
     A stage without planned work costs nothing.
     """
     counts = {
-        "evaluation": ("sample", work.sampling + work.completing),
-        "update": ("update", work.training * passes + work.frozen),
+        "evaluation": ("sample", work.count("sampling") + work.count("completing")),
+        "update": ("update", work.of_update(passes)),
         "decode": ("decode", work.decodes),
         "reward": ("reward", work.reward_calls),
     }

@@ -64,11 +64,11 @@ def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int) -> dict[str, floa
     decode = DECODE_PASSES if work.differentiates_rewards else 1
     score = REWARD_PASSES if work.differentiates_rewards else 1
     return {
-        "sampling": work.sampling * costs.evaluation,
-        "completions": work.completing * costs.evaluation,
+        "sampling": work.count("sampling") * costs.evaluation,
+        "completions": work.count("completing") * costs.evaluation,
         "decoding": work.decodes * costs.decode * decode,
         "rewards": work.reward_calls * (costs.reward or 0.0) * score,
-        "update": (work.training * passes + work.frozen) * costs.update,
+        "update": work.of_update(passes) * costs.update,
     }
 
 
@@ -198,8 +198,8 @@ def _communication(
     if run.sharding.weights == "blocks":
         weights, work = model.parameters * model.bytes_per_parameter, step.work
         _, rows = run.recipe.sampler or (0, run.recipe.micro_batch)
-        rollout = ceil((work.sampling + work.completing) / cluster.count / rows)
-        update = ceil((2 * work.training + work.frozen) / cluster.count / run.recipe.micro_batch)
+        rollout = ceil((work.count("sampling") + work.count("completing")) / cluster.count / rows)
+        update = ceil(work.of_update(2) / cluster.count / run.recipe.micro_batch)
         gathers = {"rollout": rollout * weights, "update": update * weights}
     updates = run.recipe.updates
     return communication_seconds(gpu, cluster.count, gradient, updates, gathers)

@@ -194,6 +194,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         **({"sampling asks": asked} if asked else {}),
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         **step.rows,
+        **step.work.rows(),
         **prompt_rows(run, step.prompts_per_step),
         **{f"warning: {one.spec.name}": one.caveat for one in rewards.models if one.caveat},
         "denoiser parameters": f"{model.parameters:,}",
@@ -252,6 +253,6 @@ def parts_of(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[M
     return [
         *run_memory.network(run, model, step.weight_copies, world),
         *step.parts,
-        run_memory.decoding(run, model, step.decode_batches),
+        run_memory.decoding(run, model, step.decode_batch),
         run_memory.update(run, model, step.evaluations_per_example),
     ]

@@ -1,7 +1,6 @@
 """Estimate the memory of a run, part by part, with the settings that lower each part."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,12 +160,11 @@ def _can_load_with(run: Run, **settings: Any) -> bool:
     return True
 
 
-def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPart:
-    """Return the memory of decoding the largest micro-batch."""
-    sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
-    sizes |= batches
+def decoding(run: Run, model: ModelPlan, micro_batch: int) -> MemoryPart:
+    """Return the memory of decoding the largest micro-batch, of training or of an evaluation."""
+    batch = max(micro_batch, run.evaluation.micro_batch if run.evaluation else 0)
     most = run.decode_micro_batch if model.decodes_together else 1
-    batch = min(most or sys.maxsize, max(sizes.values(), default=0))
+    batch = min(most or batch, batch)
     savings = _savings(model, "decoding", batch)
     if batch > 1:
         savings["decode_micro_batch: 1"] = (batch - 1) * model.decode_bytes

@@ -47,19 +47,18 @@ def test_a_step_earns_what_it_adds_to_the_latent_reward():
 
 
 def test_check_prices_latent_credit_without_completions_decodes_and_reward_calls():
-    rows = {}
+    plans = {}
     for name, credit in {"gain": Gain(), "latent": LatentGain(reward=LatentRedness())}.items():
         run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
         cfg = new_recipe(credit=credit)
-        rows[name] = plan_step(cfg, run, run.policy.plan(), 1).rows
-    assert rows["latent"]["network evaluations per step"] == "48 sampling + 36 training"
-    assert rows["latent"]["decodes per step"] == rows["latent"]["reward calls per step"] == "12"
+        plans[name] = plan_step(cfg, run, run.policy.plan(), 1)
+    rows, work = plans["latent"].rows, plans["latent"].work
     # 12 samples, states 0, 1, 2 and 4, a quarter of an evaluation each
-    assert rows["latent"]["scores of the latent reward"] == (
-        "48 of states [0, 1, 2, 4], which cost 12 network evaluations; "
-        "0 completions, 0 decodes, 0 reward calls"
-    )
-    assert "completing" in rows["gain"]["network evaluations per step"]
+    counted = "48 sampling + 12 sampling by latent rewards + 36 training"
+    assert work.rows()["network evaluations per step"] == counted
+    assert work.decodes == work.reward_calls == 12
+    assert rows["scores of the latent reward"].startswith("of states [0, 1, 2, 4], without")
+    assert plans["gain"].work.count("completing")
 
 
 def test_a_weight_that_the_latent_reward_does_not_score_is_refused():

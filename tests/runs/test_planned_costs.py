@@ -7,7 +7,7 @@ import yaml
 
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan, prompt_rows
-from flowalign.training.recipe_plan import reward_rows
+from flowalign.training.recipe_plan import judge_row
 from flowalign.types import JudgeCalls
 from reward_models.signals.jpeg import JpegSize
 from tests.fixtures.pixel import PixelPolicy
@@ -20,10 +20,8 @@ class Judged(JpegSize):
 
 
 def test_judge_answers_and_tokens_have_a_row_where_there_is_a_judge():
-    assert reward_rows([JpegSize()], [3, 2]) == {"reward calls per step": "5"}
-    assert reward_rows([], [3]) == {"reward calls per step": "0"}
-    assert reward_rows([JpegSize(), Judged()], [300, 200]) == {
-        "reward calls per step": "1000",
+    assert judge_row([JpegSize()], [3, 2]) == judge_row([], [3]) == {}
+    assert judge_row([JpegSize(), Judged()], [300, 200]) == {
         "judge answers per step": "5,000, of at most 500,000 tokens together",
     }
 

@@ -177,7 +177,7 @@ def test_the_plan_counts_pairs_and_both_networks_by_hand(written):
     rows = plan(load(written(changes))[0])
     assert rows["loss"] == "DPO, reference FrozenBase"
     assert rows["pairs per step"] == "10"
-    assert rows["matching evaluations per step"] == "60 training + 60 reference"
+    assert rows["network evaluations per step"] == "60 training + 60 reference"
     assert rows["updates per step"].startswith("6, 42 in the whole run")
     assert any(row.startswith("memory of ") and "latents" in row for row in rows)
 
@@ -187,9 +187,9 @@ def test_a_loss_without_reference_is_planned_so_until_a_kl_needs_one(written):
     changes = {RECIPE + "loss": sft, DATA + "kind": "samples", DATA + "batch_size": 10}
     rows = plan(load(written(changes))[0])
     assert (rows["loss"], rows["samples per step"]) == ("SFT, no reference", "10")
-    assert rows["matching evaluations per step"] == "10 training"
+    assert rows["network evaluations per step"] == "10 training"
     rows = plan(load(written(changes | {RECIPE + "kl": 0.5}))[0])
-    assert rows["matching evaluations per step"] == "10 training + 10 reference"
+    assert rows["network evaluations per step"] == "10 training + 10 reference"
 
 
 def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
@@ -197,9 +197,9 @@ def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
     rows = plan(load(with_rollouts(guided, weight={"exact_match": 1.0}))[0])
     assert rows["samples per step"] == "15 = 3 prompts x 5"
     assert rows["pairs per step"] == "at most 3"
-    assert rows["sampling evaluations per step"] == str(15 * 7 * 2)
+    counted = f"{15 * 7 * 2} sampling + 6 training + 6 reference"
+    assert rows["network evaluations per step"] == counted
     assert rows["reward calls per step"] == "15"
-    assert rows["matching evaluations per step"] == "6 training + 6 reference"
 
 
 def test_fewer_pairs_than_processes_are_refused(written):

@@ -1,7 +1,7 @@
 """Train with matching losses on noised clean latents, from stored data or rollouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -68,9 +68,7 @@ class Matching(MatchingSettings, Recipe):
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample
         passes, per_row = rows * self.epochs_per_step, self.states.rows
-        others = self.evaluations_beside(run.policy)
-        beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
-        most = "at most " if data.leaves_levels_out else ""
+        counts = {"training": per_row, **self.evaluations_beside(run.policy)}
         reference = type(self.reference).__name__ if self.needs_reference else None
         made, size = data.plan(run, model, world), prod(model.latent_shape)
         return RecipePlan(
@@ -78,7 +76,6 @@ class Matching(MatchingSettings, Recipe):
             rows={
                 "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
                 **made.rows,
-                "matching evaluations per step": f"{most}{passes * per_row} training{beside}",
             },
             parts=[
                 MemoryPart("latents", 4 * (batch // world) * size),
@@ -86,11 +83,9 @@ class Matching(MatchingSettings, Recipe):
                 *made.parts,
             ],
             evaluations_per_example=(1 + data.paired) * per_row,
-            decode_batches=made.decode_batches,
-            work=replace(
-                made.work,
-                training=passes * per_row,
-                frozen=made.work.frozen + passes * sum(others.values()),
+            decode_batch=made.decode_batch,
+            work=made.work.plus(
+                {name: passes * n for name, n in counts.items()}, data.leaves_levels_out
             ),
             weight_copies=self.reference.weight_copies + len(self.averages) + len(self.teachers),
         )

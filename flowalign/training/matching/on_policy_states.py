@@ -5,7 +5,6 @@ requests -> trajectories of the student -> states, each with the teacher of its 
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from math import ceil, prod
 from typing import ClassVar
 
 import torch
@@ -13,8 +12,8 @@ from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_located_requests, read_requests
 from flowalign.sampling.complete_states import take_rows
-from flowalign.sampling.recording import DTYPES, RolloutOutputs
-from flowalign.sampling.rollout import empty_trajectory, sample
+from flowalign.sampling.recording import RolloutOutputs
+from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
@@ -26,14 +25,14 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.recipe import RunContext, TrainingPrompts
 from flowalign.training.recipe_plan import (
-    MemoryPart,
     RecipePlan,
     StepWork,
     check_prompts_per_step,
     samples_row,
 )
-from flowalign.training.rollouts.rollout_settings import SEVERAL
-from flowalign.types import Batch, ModelPlan, Trajectory, plain_requests
+from flowalign.training.rollouts.rollout_plan import rollout_evaluations, rollout_memory
+from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
+from flowalign.types import Batch, ModelPlan, Trajectory
 from flowalign.types.losses import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
@@ -69,7 +68,7 @@ class OnPolicyStates(TrainingPrompts, DataSource):
                 )
         reason = "its states are matched and weighted by their steps: set it to null"
         self.sampling.refuse_precision(self.key, reason)
-        self._empty()
+        self.rollouts.empty_trajectory(self.window(0))
 
     @property
     @override
@@ -127,20 +126,17 @@ class OnPolicyStates(TrainingPrompts, DataSource):
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         check_prompts_per_step(self.key, self.prompts_per_step, world)
-        rows, steps = self._empty().rows, self.sampling.num_steps
-        states = [len(rows.unique_rows(k)) for k in range(steps + 1)]
-        evaluations = self.prompts_per_step * sum(states[:-1]) * run.policy.evaluations_per_velocity
-        kept, storage = ceil(self.prompts_per_step / world) * sum(states), self.sampling.states
-        size = kept * prod(model.latent_shape) * DTYPES[storage.dtype].itemsize
+        cfg, window = self.rollouts, self.window(0)
+        counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
+        random = sorted(self.random_steps) or "none"
         return RecipePlan(
             prompts_per_step=self.prompts_per_step,
             rows={
                 **samples_row(self.prompts_per_step, self.sampling.samples_per_prompt),
-                "denoising steps": f"{steps}, random are {sorted(self.random_steps) or 'none'}",
-                "evaluations of samples per step": f"{evaluations} sampling",
+                "denoising steps": f"{self.sampling.num_steps}, random are {random}",
             },
-            work=StepWork(sampling=evaluations),
-            parts=[MemoryPart("states", size, "main" if storage.device == "cpu" else "always")],
+            work=StepWork(evaluations={"sampling": counts["sampling"] * self.prompts_per_step}),
+            parts=rollout_memory(cfg, model, world, window),
         )
 
     @override
@@ -151,12 +147,17 @@ class OnPolicyStates(TrainingPrompts, DataSource):
 
     def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
         """Return the stochastic denoising steps of one training step."""
-        draw = generator(seed, "window", step)
-        return self.sampling.sde_window.steps(self.sampling.num_steps, step, draw)
+        return self.rollouts.window(step, generator(seed, "window", step))
 
-    def _empty(self) -> Trajectory:
-        sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return empty_trajectory(self.sampling, self.window(0), plain_requests([""]), sigmas)
+    @property
+    def rollouts(self) -> RolloutSettings:
+        """Return the rollout settings of a step."""
+        return RolloutSettings(
+            prompts_per_step=self.prompts_per_step,
+            sampling=self.sampling,
+            key=self.key,
+            keeps="all",
+        )
 
 
 class OnPolicyStream(BatchStream):

@@ -71,9 +71,30 @@ class Moves(ABC):
                 "as the one that starts near noise level 0.28"
             )
 
+    @property
     @abstractmethod
-    def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
-        """Add the cost of the moves of `examples` samples with `models` reward models."""
+    def gradients(self) -> int:
+        """Return the number of reward gradients per sample."""
+
+    @property
+    def proposals(self) -> int:
+        """Return the largest number of further scores per sample, without gradient."""
+        return 0
+
+    def extend_plan(self, plan: RecipePlan, examples: int, rewards: Rewards) -> RecipePlan:
+        """Add the cost of the moves of `examples` samples."""
+        gradients, proposals = examples * self.gradients, examples * self.proposals
+        scored, models = gradients + proposals, len(rewards.weighted().models)
+        rows = {"reward gradients per step": f"{gradients}"}
+        rows |= {"proposed moves per step": f"at most {proposals}"} if proposals else {}
+        work = replace(
+            plan.work.plus({"clean predictions": examples}),
+            decodes=plan.work.decodes + scored,
+            reward_calls=plan.work.reward_calls + scored * models,
+            differentiates_rewards=True,
+            bounds={"decodes"} if proposals else frozenset(),
+        )
+        return replace(plan, rows={**plan.rows, **rows}, work=work)
 
     @abstractmethod
     def open(self, processes: Processes) -> Mover:
@@ -98,22 +119,10 @@ class RewardAscent(Moves, Mover):
     share: PositiveFloat = 1.0
     """Length of all steps together, in units of the radius."""
 
+    @property
     @override
-    def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
-        gradients = examples * (2 * self.steps - 1)
-        calls = gradients * models
-        rows = {
-            "clean predictions per step": f"{examples} evaluations",
-            "reward gradients per step": f"{gradients} decodes, {calls} reward calls",
-        }
-        work = replace(
-            plan.work,
-            frozen=plan.work.frozen + examples,
-            decodes=plan.work.decodes + gradients,
-            reward_calls=plan.work.reward_calls + calls,
-            differentiates_rewards=True,
-        )
-        return replace(plan, rows={**plan.rows, **rows}, work=work)
+    def gradients(self) -> int:
+        return 2 * self.steps - 1
 
     @override
     def open(self, processes: Processes) -> Mover:

@@ -5,7 +5,7 @@ samples -> rewards and gradients -> cap -> proposals -> accepted moves -> states
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.training.latent_gradient import latent_gradient
 from flowalign.training.matching.reward_ascent import Mover, Moves, predict_clean, with_states
-from flowalign.training.recipe_plan import RecipePlan
 from flowalign.types import Batch, Policy, Request, Trajectory
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
@@ -63,22 +62,15 @@ class RewardProposals(Moves):
                 "a quantile in [0, 1], and at least one length"
             )
 
+    @property
     @override
-    def extend_plan(self, plan: RecipePlan, examples: int, models: int) -> RecipePlan:
-        moves = examples * len(self.lengths)
-        rows = {
-            "clean predictions per step": f"{examples} evaluations",
-            "reward gradients per step": f"{examples} decodes, {examples * models} reward calls",
-            "proposed moves per step": f"at most {moves} decodes, {moves * models} reward calls",
-        }
-        work = replace(
-            plan.work,
-            frozen=plan.work.frozen + examples,
-            decodes=plan.work.decodes + examples + moves,
-            reward_calls=plan.work.reward_calls + (examples + moves) * models,
-            differentiates_rewards=True,
-        )
-        return replace(plan, rows={**plan.rows, **rows}, work=work)
+    def gradients(self) -> int:
+        return 1
+
+    @property
+    @override
+    def proposals(self) -> int:
+        return len(self.lengths)
 
     @override
     def open(self, processes: Processes) -> "Proposer":

@@ -27,7 +27,7 @@ from flowalign.training.recipe_plan import (
     RecipePlan,
     StepWork,
     check_prompts_per_step,
-    reward_rows,
+    judge_row,
     samples_row,
 )
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
@@ -157,13 +157,16 @@ class Rollouts(TrainingPrompts, DataSource):
         rows = {
             **samples_row(self.prompts_per_step, self.samples_per_prompt),
             "pairs per step": f"at most {self.examples_per_step}",
-            "sampling evaluations per step": f"{evaluations}",
-            "decodes per step": f"{samples}",
-            **reward_rows(run.rewards.models, [self.samples_per_prompt] * self.prompts_per_step),
+            **judge_row(run.rewards.models, [self.samples_per_prompt] * self.prompts_per_step),
         }
-        calls = samples * len(run.rewards.models)
-        work = StepWork(sampling=evaluations, decodes=samples, reward_calls=calls)
-        return RecipePlan(rows=rows, prompts_per_step=self.prompts_per_step, work=work)
+        calls, made = samples * len(run.rewards.models), {"sampling": evaluations}
+        work = StepWork(evaluations=made, decodes=samples, reward_calls=calls)
+        return RecipePlan(
+            rows=rows,
+            prompts_per_step=self.prompts_per_step,
+            work=work,
+            decode_batch=self.micro_batch,
+        )
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> BatchStream:

@@ -155,13 +155,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         self._check_parts(run.policy)
-        rows = {"examples per step": f"{self.examples_per_step}"}
-        plan = plan_credited(self.rollouts, run, model, world, rows)
-        if self.moves:
-            models = len(run.rewards.weighted().models)
-            plan = self.moves.extend_plan(plan, self.examples_per_step, models)
-        batches = {f"{self.key}.sampling.micro_batch": self.sampling.micro_batch}
-        return replace(plan, decode_batches=batches)
+        count = self.examples_per_step
+        plan = plan_credited(self.rollouts, run, model, world, {"examples per step": f"{count}"})
+        return self.moves.extend_plan(plan, count, run.rewards) if self.moves else plan
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> ScoredStream:

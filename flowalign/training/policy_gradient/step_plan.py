@@ -1,7 +1,6 @@
 """Plan a policy-gradient step: its counts and memory, before any model is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,14 +11,13 @@ from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
 from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, evaluations_row
+from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,
     rollout_memory,
+    rollout_rows,
     rollout_work,
-    sample_rows,
-    value_rows,
 )
 from flowalign.types import ModelPlan, Trajectory
 from flowalign.utils.seeds import generator
@@ -32,14 +30,20 @@ def plan_step(
     check_rollouts(cfg.rollouts, run, model, world)
     per_velocity = run.policy.evaluations_per_velocity
     window = cfg.rollouts.window(0, generator(run.seed, "window", 0))
-    rows = _rows(cfg, run, window)
-    rows |= _calibration_rows(cfg, run, window)
-    rows |= _measured_rows(cfg)
-    counts = _counts(cfg, run, window)
-    frozen = ("reference", "ratios")
-    rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
+    empty, prompts = cfg.rollouts.empty_trajectory(window), cfg.prompts_per_step
+    counts = {k: n * prompts for k, n in evaluations(cfg, window, per_velocity).items()}
+    if cfg.regularised:
+        counts["training on stored media"] = cfg.regularised.rows * cfg.updates
+    once = _calibration(cfg, run, window)
     return RecipePlan(
-        rows=rows,
+        rows={
+            **rollout_rows(cfg.rollouts, run, model, window),
+            "transitions trained per step": f"{prompts * num_trained(cfg, empty)}",
+            **_span_rows(cfg, window),
+            **_calibration_row(cfg, once),
+            **_measured_rows(cfg),
+            "samples in the whole run": f"{cfg.examples_per_step * run.num_steps}",
+        },
         prompts_per_step=cfg.prompts_per_step,
         parts=[
             *rollout_memory(cfg.rollouts, model, world, window),
@@ -50,12 +54,9 @@ def plan_step(
             per_velocity * _together(cfg, window),
             cfg.regularised.rows_beside(cfg.micro_batch) if cfg.regularised else 0,
         ),
-        work=replace(
-            rollout_work(cfg.rollouts, run, model, window),
-            training=counts["training"] + counts["of stored media"],
-            frozen=sum(counts.get(name, 0) for name in frozen),
-        ),
-        decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
+        work=rollout_work(cfg.rollouts, run, model, window).plus(counts, _is_bound(cfg, empty)),
+        once=once,
+        decode_batch=cfg.sampling.micro_batch,
     )
 
 
@@ -122,26 +123,6 @@ def _is_bound(cfg: PolicyGradientSettings, empty: Trajectory) -> bool:
     return cfg.algorithm.pairs or chosen or shared
 
 
-def _counts(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, int]:
-    """Return the network evaluations of a step, by purpose."""
-    counts = evaluations(cfg, window, run.policy.evaluations_per_velocity)
-    cost = {name: count * cfg.prompts_per_step for name, count in counts.items()}
-    return cost | {"of stored media": cfg.regularised.rows * cfg.updates if cfg.regularised else 0}
-
-
-def _rows(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
-    empty, counts = cfg.rollouts.empty_trajectory(window), _counts(cfg, run, window)
-    trained = cfg.prompts_per_step * num_trained(cfg, empty)
-    most = "at most " if _is_bound(cfg, empty) else ""
-    return {
-        **sample_rows(cfg.rollouts, window),
-        **{name: f"{most}{text}" for name, text in evaluations_row(counts).items()},
-        **value_rows(cfg.rollouts, run, window),
-        "transitions trained per step": f"{trained}",
-        **_span_rows(cfg, window),
-    }
-
-
 def _spans(cfg: PolicyGradientSettings, window: Sequence[int]) -> list[list[int]]:
     """Return the spans of a sample; empty if the loss does not train spans."""
     return [] if cfg.algorithm.span is None else find_spans(window, cfg.algorithm.span)
@@ -161,21 +142,30 @@ def _span_rows(cfg: PolicyGradientSettings, window: Sequence[int]) -> dict[str, 
     return {"spans of each sample": f"{', '.join(map(str, spans))}; {kept}"}
 
 
-def _calibration_rows(
-    cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]
-) -> dict[str, str]:
-    """Return the plan row of the total cost of the calibration, if there is one."""
+def _calibration(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> StepWork:
+    """Return the work of the calibration, if there is one."""
+    calibration, num_steps = cfg.calibration, cfg.sampling.num_steps
+    if calibration is None:
+        return StepWork()
+    ks = {*window, *(k + 1 for k in window)}
+    each = num_steps + sum(cfg.completion.num_evaluations(k, num_steps) for k in ks)
+    samples = calibration.iterations * calibration.num_samples
+    return StepWork(
+        evaluations={"sampling": samples * each * run.policy.evaluations_per_velocity},
+        decodes=samples * len(ks),
+        reward_calls=samples * len(ks) * len(run.rewards.models),
+    )
+
+
+def _calibration_row(cfg: PolicyGradientSettings, work: StepWork) -> dict[str, str]:
+    """Return the plan row of the calibration, if there is one."""
     calibration = cfg.calibration
     if calibration is None:
         return {}
-    num_steps, how = cfg.sampling.num_steps, cfg.completion
-    ks = {*window, *(k + 1 for k in window)}
-    each = num_steps + sum(how.num_evaluations(k, num_steps) for k in ks)
-    samples = calibration.iterations * calibration.num_samples
     return {
-        "calibration": f"{samples} trajectories, "
-        f"{samples * each * run.policy.evaluations_per_velocity} network evaluations, "
-        f"{samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards.models)} reward calls"
+        "calibration": f"{calibration.iterations * calibration.num_samples} trajectories, "
+        f"{work.count('sampling')} network evaluations, {work.decodes} decodes, "
+        f"{work.reward_calls} reward calls"
     }
 
 

@@ -15,7 +15,6 @@ from flowalign.training.recipe_plan import (
     RecipePlan,
     StepWork,
     check_prompts_per_step,
-    evaluations_row,
     samples_row,
 )
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
@@ -56,10 +55,9 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         rendering = run.policy.renderer.render_bytes(model.latent_shape)
         per_velocity = run.policy.evaluations_per_velocity
         fewer = {"recipe.micro_batch: 1": (self.micro_batch - 1) * rendering}
-        work = self._work(run, per_velocity)
         return RecipePlan(
-            rows=self._rows(run, work, per_velocity),
-            work=work,
+            rows=self._rows(run),
+            work=self._work(run, per_velocity),
             prompts_per_step=self.prompts_per_step,
             parts=[
                 MemoryPart("states", states),
@@ -83,45 +81,33 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
         """Return the number of evaluations per sample with activations in memory together."""
         return self.cost.together * (1 if self.detach_unconditional else per_velocity)
 
-    def _counts(self, per_velocity: int) -> dict[str, int | float]:
-        """Return the network evaluations of a step, by purpose."""
+    def _work(self, run: RunContext, per_velocity: int) -> StepWork:
         samples, cost = self.examples_per_step, self.cost
         with_gradient = samples * (cost.replayed + cost.elsewhere)
         sampling = samples * self.start.num_steps * per_velocity
         if self.detach_unconditional:
             sampling += samples * cost.elsewhere * per_velocity
-        return {
-            "sampling": sampling,
-            "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
-            "reference": with_gradient * per_velocity if self.kl else 0,
-            "of the initial model, with a backward pass": samples * cost.pulled_back * per_velocity,
-            "of stored media": self.regularised.rows if self.regularised else 0,
-        }
-
-    def _work(self, run: RunContext, per_velocity: int) -> StepWork:
-        counts = self._counts(per_velocity)
-        sampling, frozen = counts.pop("sampling"), counts.pop("reference")
-        scored = self.examples_per_step * self.cost.views
-        calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)
+        scored = samples * cost.views
         return StepWork(
-            sampling=sampling,
-            training=sum(counts.values()),
-            frozen=frozen,
+            evaluations={
+                "sampling": sampling,
+                "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
+                "reference": with_gradient * per_velocity if self.kl else 0,
+                "training through the initial model": samples * cost.pulled_back * per_velocity,
+                "training on stored media": self.regularised.rows if self.regularised else 0,
+            },
             decodes=scored,
-            reward_calls=calls,
+            reward_calls=scored * len(run.rewards.weighted().models) * (1 + bool(self.relative)),
             differentiates_rewards=True,
         )
 
-    def _rows(self, run: RunContext, work: StepWork, per_velocity: int) -> dict[str, str]:
+    def _rows(self, run: RunContext) -> dict[str, str]:
         samples, cost = self.examples_per_step, self.cost
         return {
             **samples_row(self.prompts_per_step, self.start.samples_per_prompt),
             "gradient path": f"{type(self.gradient_path).__name__}, "
             f"{cost.replayed + cost.elsewhere:g} evaluations with gradient per sample, "
             f"at most {cost.together} kept at once",
-            **evaluations_row(self._counts(per_velocity)),
-            "decodes per step": f"{work.decodes}, with gradient",
-            "reward calls per step": f"{work.reward_calls}",
             "samples in the whole run": f"{samples * run.num_steps}",
         }
 

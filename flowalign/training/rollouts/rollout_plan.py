@@ -11,8 +11,7 @@ from flowalign.training.recipe_plan import (
     RecipePlan,
     StepWork,
     check_prompts_per_step,
-    evaluations_row,
-    reward_rows,
+    judge_row,
     samples_row,
 )
 from flowalign.training.reference import unguided
@@ -41,51 +40,55 @@ def rollout_evaluations(
     return {"sampling": sampled * per_velocity, "completing": sum(completing)}
 
 
-def sample_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
-    """Return the rows of the plan table about samples and their denoising steps."""
+def rollout_rows(
+    cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
+) -> dict[str, str]:
+    """Return the rows of the plan table about samples, their steps, and the values of states."""
     return {
         **samples_row(cfg.prompts_per_step, cfg.sampling.samples_per_prompt),
         "denoising steps": _steps(cfg, window),
-    }
-
-
-def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
-    """Return the rows of the plan table about values of states and their rewards."""
-    groups = _scored_groups(cfg, window)
-    return {
         "values of states": f"{sorted({k for k, _ in cfg.requested(window)})}",
         **_critic_rows(cfg, window),
-        **_latent_rows(cfg, run, window),
-        "decodes per step": f"{sum(groups)}",
-        **reward_rows(run.rewards.models, groups),
+        **_latent_rows(cfg, model, window),
+        **judge_row(run.rewards.models, _scored_groups(cfg, window)),
     }
 
 
 def _scored_groups(cfg: RolloutSettings, window: Sequence[int]) -> list[int]:
     """Return the number of samples in each group that is decoded and scored."""
-    empty = cfg.empty_trajectory(window)
+    distinct = _distinct(cfg, window)
     valued = {*cfg.requested(window), (cfg.sampling.num_steps, cfg.completion)}
-    return [len(empty.rows.unique_rows(k)) for k, _ in valued] * cfg.prompts_per_step
+    return [distinct[k] for k, _ in valued] * cfg.prompts_per_step
+
+
+def _distinct(cfg: RolloutSettings, window: Sequence[int]) -> list[int]:
+    """Return the number of distinct states of a prompt at each step."""
+    rows = cfg.empty_trajectory(window).rows
+    return [len(rows.unique_rows(k)) for k in range(cfg.sampling.num_steps + 1)]
+
+
+def _pushed(cfg: RolloutSettings, model: ModelPlan) -> list[int]:
+    """Return the denoising steps that a reward gradient guides."""
+    guidance, num_steps = cfg.sampling.reward_guidance, cfg.sampling.num_steps
+    if guidance is None:
+        return []
+    sigmas = model.sigmas(num_steps)
+    return [k for k in range(num_steps) if guidance.active(sigmas, k)]
 
 
 def rollout_work(
     cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
 ) -> StepWork:
-    """Return the work of the rollouts of a step; latent rewards and guidance count as sampling."""
-    counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
-    rows, num_steps = cfg.empty_trajectory(window).rows, cfg.sampling.num_steps
-    latent = [
-        len(rows.unique_rows(k)) * one.evaluation_share
-        for one, k in cfg.requirements(window).scored
-    ]
-    if guidance := cfg.sampling.reward_guidance:
-        sigmas = model.sigmas(num_steps)
-        pushed = [k for k in range(num_steps) if guidance.active(sigmas, k)]
-        latent += [len(rows.unique_rows(k)) for k in pushed]
+    """Return the work of the rollouts of a step."""
+    distinct, scored = _distinct(cfg, window), cfg.requirements(window).scored
+    counts = {
+        **rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity),
+        "sampling by latent rewards": sum(distinct[k] * one.evaluation_share for one, k in scored),
+        "sampling with reward gradients": sum(distinct[k] for k in _pushed(cfg, model)),
+    }
     decodes = sum(_scored_groups(cfg, window))
     return StepWork(
-        sampling=(counts["sampling"] + sum(latent)) * cfg.prompts_per_step,
-        completing=counts["completing"] * cfg.prompts_per_step,
+        evaluations={name: n * cfg.prompts_per_step for name, n in counts.items()},
         decodes=decodes,
         reward_calls=decodes * len(run.rewards.models),
     )
@@ -101,14 +104,7 @@ def plan_credited(
     """
     check_rollouts(cfg, run, model, world)
     window = cfg.window(0)
-    counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
-    cost = {name: n * cfg.prompts_per_step for name, n in counts.items()}
-    rows = {
-        **sample_rows(cfg, window),
-        **evaluations_row(cost, "evaluations of samples per step"),
-        **value_rows(cfg, run, window),
-        **examples,
-    }
+    rows = {**rollout_rows(cfg, run, model, window), **examples}
     if cfg.credit is not None:
         sigmas = model.sigmas(cfg.sampling.num_steps)
         spans = [f"{float(sigmas[k + 1]):.3g} to {float(sigmas[k]):.3g}" for k in window]
@@ -121,6 +117,7 @@ def plan_credited(
         prompts_per_step=cfg.prompts_per_step,
         parts=rollout_memory(cfg, model, world, window),
         work=rollout_work(cfg, run, model, window),
+        decode_batch=cfg.sampling.micro_batch,
     )
 
 
@@ -197,28 +194,17 @@ def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
     return {"predictions of the critic": f"from {observed}, for no evaluation"}
 
 
-def _latent_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
-    """Return the plan rows of the cost of latent rewards, for credit and for guidance."""
-    empty, rows = cfg.empty_trajectory(window), dict[str, str]()
-    distinct = [len(empty.rows.unique_rows(k)) for k in range(cfg.sampling.num_steps + 1)]
-    scored = cfg.requirements(window).scored
-    if scored:
-        count = cfg.prompts_per_step * sum(distinct[k] for _, k in scored)
-        evaluations = cfg.prompts_per_step * sum(
-            distinct[k] * reward.evaluation_share for reward, k in scored
-        )
+def _latent_rows(cfg: RolloutSettings, model: ModelPlan, window: Sequence[int]) -> dict[str, str]:
+    """Return the plan rows of the latent rewards for credit and for guidance."""
+    rows, guidance = dict[str, str](), cfg.sampling.reward_guidance
+    if scored := cfg.requirements(window).scored:
         rows["scores of the latent reward"] = (
-            f"{count} of states {[k for _, k in scored]}, which cost {evaluations:.0f} network "
-            "evaluations; 0 completions, 0 decodes, 0 reward calls"
+            f"of states {[k for _, k in scored]}, without completions, decodes and reward calls"
         )
-    guidance = cfg.sampling.reward_guidance
     if guidance:
-        sigmas = run.policy.plan().sigmas(cfg.sampling.num_steps)
-        pushed = [k for k in range(cfg.sampling.num_steps) if guidance.active(sigmas, k)]
-        count = cfg.prompts_per_step * sum(distinct[k] for k in pushed)
-        share = guidance.reward.evaluation_share
+        share = f"{guidance.reward.evaluation_share:.0%}"
         rows["reward guidance"] = (
-            f"steps {pushed}: {count} gradients, each through {share:.0%} of the network, which "
-            f"count as {count} network evaluations"
+            f"steps {_pushed(cfg, model)}; a gradient through {share} of the network counts as an "
+            "evaluation"
         )
     return rows

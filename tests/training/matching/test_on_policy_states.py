@@ -227,9 +227,9 @@ def test_a_run_costs_what_the_plan_says(tmp_path):
     whole = as_recipe(cfg, on_policy(tmp_path, RANDOM))
     before = costs.sampling_evaluations, costs.training_evaluations
     train(whole, learner, whole.data.open(learner, StreamContext(new_rewards(), 0)), 2)
-    rows = whole.plan(context(), policy.plan(), 1).rows
-    assert rows["evaluations of samples per step"] == "24 sampling"
-    assert rows["matching evaluations per step"] == "12 training + 12 reference + 12 teachers"
+    rows = whole.plan(context(), policy.plan(), 1).work.rows()
+    counted = "24 sampling + 12 training + 12 reference + 12 teachers"
+    assert rows == {"network evaluations per step": counted}
     assert costs.training_evaluations - before[1] == 2 * 12
     assert costs.sampling_evaluations - before[0] == 2 * (24 + 12 + 12)
 

@@ -311,14 +311,15 @@ def test_a_run_costs_what_the_plan_says(tmp_path, credit):
     times = SamplerGrid(num_steps=4, stop=3, distinct=True)
     whole = as_recipe(recipe(loss=Weighed(), times=times, times_per_sample=3), cfg)
     train(whole, learner, opened(cfg, learner, rewards), steps=2)
-    rows = whole.plan(context(rewards), policy.plan(), 1).rows
-    made = sum(int(n.split()[0]) for n in rows["evaluations of samples per step"].split(" + "))
-    bound = "at most " if credit else ""  # a level whose step has no credit is left out
-    assert rows["matching evaluations per step"] == f"{bound}36 training"
-    assert costs.training_evaluations == 2 * 36
+    plan = whole.plan(context(rewards), policy.plan(), 1)
+    rows, work = plan.rows, plan.work
+    # a level whose step has no credit is left out
+    assert work.bounds == ({"evaluations"} if credit else set())
+    assert costs.training_evaluations == 2 * work.count("training") == 2 * 36
+    made = work.count("sampling") + work.count("completing")
     assert costs.sampling_evaluations == 2 * made
-    assert costs.decodes == 2 * int(rows["decodes per step"])
-    assert costs.reward_calls == 2 * int(rows["reward calls per step"])
+    assert costs.decodes == 2 * work.decodes
+    assert costs.reward_calls == 2 * work.reward_calls
     assert rows["samples per step"] == "12 = 3 prompts x 4"
     assert rows.get("noise levels with credit") == (
         "0.75 to 1, 0.5 to 0.75, 0.25 to 0.5" if credit else None

@@ -742,12 +742,9 @@ def test_a_run_costs_what_the_plan_says(prompts):
     cfg = recipe(updates_per_step=2, epochs_per_step=3)
     train(cfg, learner, stream, steps=2)
     plan = source(prompts, rule=Gap()).plan(told_of(rewards), learner.policy.plan(), 1)
-    rows = plan.rows
-    assert rows["samples per step"] == "12 = 3 prompts x 4"
-    assert rows["pairs per step"] == "at most 18"
-    sampling, calls = (
-        int(rows[name]) for name in ("sampling evaluations per step", "reward calls per step")
-    )
+    assert plan.rows["samples per step"] == "12 = 3 prompts x 4"
+    assert plan.rows["pairs per step"] == "at most 18"
+    sampling, calls = plan.work.count("sampling"), plan.work.reward_calls
     assert (sampling, calls) == (12 * 3, 12)
     matching = 18 * 2 * 3  # all pairs, both media, three epochs
     assert costs.training_evaluations == 2 * matching

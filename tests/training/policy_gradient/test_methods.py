@@ -1,7 +1,6 @@
 """Every published method's run file on the one-pixel policy: its cost, and that it learns."""
 
 import copy
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,11 +64,10 @@ def test_a_step_that_reads_blocks_costs_what_the_plan_says(path):
     scored = few.rollouts.requirements(window).scored
     distinct = few.rollouts.empty_trajectory(window).rows.unique_rows
     of_blocks = round(sum(one.evaluation_share * 3 * len(distinct(k)) for one, k in scored))
-    rows = plan_step(few, run.context(rewards), policy.plan(), 1).rows
-    planned = re.search(r"which cost (\d+) network", rows["scores of the latent reward"])
-    assert of_blocks == int(planned[1])
-    pushes = re.search(r"(\d+) gradients", rows.get("reward guidance", ""))
-    assert_costs(few, new_learner(policy), rewards, prompts, of_blocks, pushes and int(pushes[1]))
+    planned = plan_step(few, run.context(rewards), policy.plan(), 1).work.evaluations
+    assert of_blocks == round(planned["sampling by latent rewards"])
+    gradients = planned["sampling with reward gradients"]
+    assert_costs(few, new_learner(policy), rewards, prompts, of_blocks, gradients)
 
 
 def assert_costs(recipe, learner, rewards, prompts, of_blocks=0, gradients=0) -> None:

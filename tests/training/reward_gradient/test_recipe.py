@@ -161,7 +161,7 @@ def test_a_watched_reward_needs_no_gradient_and_costs_nothing(prompts):
     recipe(prompts).check(run)
     assert run.rewards.weighted().dims == ("redness", "green")
     plan = recipe(prompts).plan(run, PixelPolicy().plan(), 1)
-    assert plan.rows["reward calls per step"] == "6"
+    assert plan.work.reward_calls == 6
 
 
 def replace_dims(model):
@@ -194,13 +194,12 @@ def test_the_plan_counts_what_a_step_does(gradient_path, prompts, tmp_path):
     counted = Costs()
     counted.count(run.policy.denoiser)
     summary = go(run)
-    row = made.plan(run.context(run.build_rewards()), run.policy.plan(), 1).rows
-    sampling = int(row["network evaluations per step"].split()[0])
-    training = float(row["network evaluations per step"].split(" + ")[1].split()[0])
-    assert sampling == 6 * 4
+    work = made.plan(run.context(run.build_rewards()), run.policy.plan(), 1).work
+    training = work.count("training")
+    assert work.count("sampling") == 6 * 4
     assert counted.training_evaluations == summary["training_evaluations"] == training
-    assert summary["decodes"] == int(row["decodes per step"].split(",")[0])
-    assert summary["reward_calls"] == int(row["reward calls per step"])
+    assert summary["decodes"] == work.decodes
+    assert summary["reward_calls"] == work.reward_calls
 
 
 def test_the_plan_says_what_rendering_takes_and_what_lowers_it(prompts):
