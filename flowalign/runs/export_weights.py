@@ -45,7 +45,7 @@ class Trained:
     def summary(self) -> Mapping[str, Any]:
         """Return the summary of the run; empty before it ends."""
         file = self.run_folder and self.run_folder / "summary.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+        return read_object(file) if file and file.is_file() else {}
 
     @property
     def grids(self) -> dict[str, Path]:
@@ -180,7 +180,7 @@ def stamp_adapter(folder: Path, settings: Mapping[str, Any]) -> None:
         add_metadata(file, about)
     config = folder / _PEFT
     if config.is_file():
-        content = json.loads(config.read_text(encoding="utf-8"))
+        content = read_object(config)
         content["base_model_name_or_path"] = about["flowalign.base_model"]
         write_json(config, content)
 

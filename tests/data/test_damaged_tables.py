@@ -246,3 +246,21 @@ def test_json_lines_named_json_are_refused_with_the_remedy(tmp_path):
     (tmp_path / "q.json").write_text('{"image": "a.png"}\n{"image": "b.png"}\n')
     with pytest.raises(ValueError, match=r"rename it to \.jsonl if it has one object per line"):
         open_dataset(str(tmp_path / "q.json"))
+
+
+def test_a_parquet_file_that_unpacks_to_far_more_than_it_stores_is_refused(tmp_path, monkeypatch):
+    table = pyarrow.table({"prompt": ["x" * 2**20] * 9, "image": ["a.png"] * 9})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    monkeypatch.setattr("flowalign.data.readers.formats._LARGEST_COLUMN", 2**19)
+    with pytest.raises(ValueError, match=r"a\.parquet .* its column prompt unpacks from \d+ to"):
+        open_dataset(str(tmp_path / "a.parquet"))
+
+
+def test_files_of_a_sample_that_lie_apart_in_a_shard_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("0.png", "1.png", "0.txt", "1.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(ValueError, match=r"the files of sample '0' apart, or twice; sort them"):
+        list(open_dataset(str(tmp_path / "a.tar")))

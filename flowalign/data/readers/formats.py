@@ -19,6 +19,9 @@ _LIST = re.compile(rf"\s*(?:\{{\s*(?:{_KEY}{_SCALAR}\s*,\s*)*{_KEY})?\[")
 """Pattern of the beginning of the list in a JSON file of rows; single values may come before it."""
 _MEMORY = 1 << 28
 """Bytes of the rows of a table in memory; a small file can hold much more."""
+_LARGEST_COLUMN, _LARGEST_RATIO = 1 << 30, 100
+"""Bytes of a column of a row group, and their ratio to the stored ones; above both, the file is no
+data set, but would fill memory."""
 ROWS_AT_ONCE = 64
 """Number of rows that are in memory at a time."""
 
@@ -156,7 +159,9 @@ def read_parquet(path: Path) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:  # else holds the whole file
             yield from number_rows(path, file.iter_batches(_fit_rows(file.metadata)))
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowMemoryError:
+        raise  # also an ArrowException
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not a parquet file: {error}") from error
 
 
@@ -167,8 +172,14 @@ def _fit_rows(metadata: Any) -> int:
     """
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     columns = (group.column(i) for group in groups for i in range(group.num_columns))
-    largest = max((column.total_uncompressed_size for column in columns), default=0)
-    return max(1, min(ROWS_AT_ONCE, _MEMORY // max(largest, 1)))
+    largest = 1
+    for column in columns:
+        stored, unpacked = column.total_compressed_size, column.total_uncompressed_size
+        if unpacked > max(_LARGEST_COLUMN, _LARGEST_RATIO * stored):
+            sizes = f"from {stored} to {unpacked} bytes"
+            raise ValueError(f"its column {column.path_in_schema} unpacks {sizes}")
+        largest = max(largest, unpacked)
+    return max(1, min(ROWS_AT_ONCE, _MEMORY // largest))
 
 
 def read_arrow(path: Path) -> Iterator[Row]:

@@ -71,12 +71,13 @@ class RowSource(ABC):
 
     def columns(self) -> frozenset[str]:
         """Return the columns of the first rows; raise ValueError if there is no readable row."""
-        first = list(itertools.islice(self, _ROWS_LOOKED_AT))
-        columns = frozenset(name for row in first for name in row.fields)
+        columns, problem = set[str](), ""
+        for row in itertools.islice(self, _ROWS_LOOKED_AT):  # not a list: rows may be large
+            columns |= row.fields.keys()
+            problem = problem or f": {row.where} {row.problem}"
         if not columns:
-            problem = f": {first[0].where} {first[0].problem}" if first else ""
             raise ValueError(f"{self.name} holds no row{problem}")
-        return columns
+        return frozenset(columns)
 
 
 def open_rows(source: Source, columns: Columns | None = None, names: Set[str] = NAMES) -> RowSource:

@@ -33,7 +33,14 @@ def read_tar(path: Path) -> Iterator[Row]:
         ValueError: The file is not a tar file, or is truncated.
     """
     samples = itertools.groupby(_iterate_members(path), lambda member: member[0])
+    seen: set[int] = set()  # hashes take less memory than names
     for number, (key, members) in enumerate(samples, 1):
+        if hash(key) in seen:
+            raise ValueError(
+                f"{path} holds the files of sample {key!r} apart, or twice; "
+                "sort them by name (tar --sort=name) and remove copies"
+            )
+        seen.add(hash(key))
         try:
             yield Row(number, path, {"id": f"{path.stem}/{key}", **_collect_fields(members)})
         except RowProblem as problem:
