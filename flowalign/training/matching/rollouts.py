@@ -14,6 +14,7 @@ from flowalign.data.preference.preference_data import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.sampling_settings import StochasticSampling
+from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
 from flowalign.training.matching.pair_streams import (
     OutcomePairStream,
@@ -23,13 +24,7 @@ from flowalign.training.matching.pair_streams import (
 )
 from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
 from flowalign.training.recipe import RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import (
-    RecipePlan,
-    StepWork,
-    check_prompts_per_step,
-    judge_row,
-    samples_row,
-)
+from flowalign.training.recipe_plan import RecipePlan, check_prompts_per_step
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
@@ -96,8 +91,9 @@ class Rollouts(TrainingPrompts, DataSource):
 
     @property
     def rollouts(self) -> RolloutSettings:
-        """Return the rollout settings of a step with credit."""
-        noise = self.sampling or StochasticSampling()
+        """Return the rollout settings of a step."""
+        plain = StochasticSampling() if self.credit else StochasticSampling(sde_window=NoSteps())
+        noise = self.sampling or plain
         return RolloutSettings(
             sampling=noise.with_counts(self.num_steps, self.samples_per_prompt, self.micro_batch),
             credit=self.credit,
@@ -149,24 +145,8 @@ class Rollouts(TrainingPrompts, DataSource):
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        if self.credit is not None:
-            pairs = {"pairs per step": f"at most {self.examples_per_step}"}
-            return plan_credited(self.rollouts, run, model, world, pairs)
-        samples = self.prompts_per_step * self.samples_per_prompt
-        evaluations = samples * self.num_steps * run.policy.evaluations_per_velocity
-        rows = {
-            **samples_row(self.prompts_per_step, self.samples_per_prompt),
-            "pairs per step": f"at most {self.examples_per_step}",
-            **judge_row(run.rewards.models, [self.samples_per_prompt] * self.prompts_per_step),
-        }
-        calls, made = samples * len(run.rewards.models), {"sampling": evaluations}
-        work = StepWork(evaluations=made, decodes=samples, reward_calls=calls)
-        return RecipePlan(
-            rows=rows,
-            prompts_per_step=self.prompts_per_step,
-            work=work,
-            decode_batch=self.micro_batch,
-        )
+        pairs = {"pairs per step": f"at most {self.examples_per_step}"}
+        return plan_credited(self.rollouts, run, model, world, pairs)
 
     @override
     def open(self, learner: Learner, context: StreamContext) -> BatchStream:
