@@ -1,7 +1,6 @@
 """Share a script's rewards with a run, and name rewards and recipes as run files do."""
 
 import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
@@ -11,7 +10,8 @@ from torch.nn import Module
 from flowalign.rewards.function_reward import CallableReward
 from flowalign.runs.config.loading import LoadedRun
 from flowalign.types import RewardModel
-from flowalign.types.ranges import Component, get_annotations
+from flowalign.types.component import Component, get_arguments
+from flowalign.types.ranges import get_annotations
 from flowalign.utils.live_objects import PREFIX
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml
 
@@ -83,11 +83,10 @@ def describe(one: Any, annotation: Any = Any) -> Any:
             f"{path} has no name in a run file: define the class of a component at the top of a "
             "module or script"
         )
-    hints, arguments = get_annotations(kind), dict[str, Any]()
-    for name in inspect.signature(kind).parameters:
-        if name not in vars(one):
-            raise ValueError(f"{path} does not keep its argument {name}: set self.{name}")
-        arguments[name] = describe(vars(one)[name], hints.get(name, Any))
+    hints = get_annotations(kind)
+    arguments = {
+        name: describe(inner, hints.get(name, Any)) for name, inner in get_arguments(one).items()
+    }
     if is_dataclass(kind) and kind in _flatten(annotation):
         return arguments
     return {"class_path": path, "init_args": arguments}

@@ -74,7 +74,9 @@ class Trainer:
             self._inputs[DATA] = data
         with share_objects({**models, **self._inputs, loaded_pipe.name_of(pipe): lent}):
             self._loaded = load_with_origins(self._composed.files, self._composed.overrides())
-        check_publishing(options, self._loaded.run)
+            run = self._loaded.run
+            run.recipe.check_data(run.context(run.build_rewards()))
+        check_publishing(options, run)
 
     def train(self) -> Result:
         """Train to the last step.

@@ -13,6 +13,7 @@ and `sigma` always a time.
 """
 
 from flowalign.types.batch import COLUMNS, Batch
+from flowalign.types.component import Component
 from flowalign.types.credit import (
     CreditEstimator,
     GradientPath,
@@ -66,7 +67,6 @@ from flowalign.types.prompt_conditioning import (
 )
 from flowalign.types.ranges import (
     LARGEST_INT,
-    Component,
     Decay,
     FiniteFloat,
     Guidance,

@@ -14,7 +14,7 @@ import typing
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Literal, NewType, TypeAlias
 
@@ -95,27 +95,12 @@ def require_ranges(settings: object, name: str = "") -> None:
         raise ValueError(f"{name}.{key} is {what}".removeprefix("."))
 
 
-class Component:
-    """Base of classes whose constructors check numbers and choices by their annotations."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            cls.__init__ = _check_arguments(cls.__init__)
-
-
-def _check_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that raises ValueError for an argument that its annotation excludes."""
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
-        known = {k: one for k, one in get_annotations(init).items() if _is_restricted(one)}
-        for key, what in _wrong_in({k: given[k] for k in known if k in given}, known, ""):
-            raise ValueError(f"{key} of {type(self).__name__} is {what}")
-        init(self, *args, **kwargs)
-
-    return checked
+def find_wrong_arguments(
+    function: Callable[..., object], given: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield the name of each argument outside of its range or choices, with a text as above."""
+    known = {k: one for k, one in get_annotations(function).items() if _is_restricted(one)}
+    yield from _wrong_in({k: given[k] for k in known if k in given}, known, "")
 
 
 def _is_restricted(annotation: Any) -> bool:

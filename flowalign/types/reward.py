@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 import flowalign
+from flowalign.types.component import Component
 from flowalign.types.media_batch import MediaBatch
-from flowalign.types.ranges import Component
 from flowalign.types.request import Request
 
 Need = Literal["prompt", "fps", "references", "groups", "sound"]

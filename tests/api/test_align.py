@@ -41,13 +41,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("method", ["flow_grpo", "crd"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_in_memory_trains_like_its_run_file(name, tmp_path, monkeypatch):
+def test_a_pipeline_in_memory_trains_like_its_run_file(name, method, tmp_path, monkeypatch):
     build, reward, size = CASES[name]
     folder = build(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     pipe = open_pipe(folder)
-    result = flowalign.align(pipe, {"red": reward}, PROMPTS, output_dir="run", **SMALL, **size)
+    rewards = {"red": reward, "size": flowalign.rewards.JpegSize}
+    result = flowalign.align(
+        pipe, rewards, PROMPTS, method=method, output_dir="run", **SMALL, **size
+    )
     assert result.pipe is pipe
     assert len(result.history["reward/red"]) == 2
     assert any(tensor.abs().max() > 0 for n, tensor in adapter(pipe).items() if "lora_B" in n)

@@ -36,6 +36,14 @@ def test_a_recipe_is_described_as_its_run_file_has_it(name):
     names_equal(describe(run.recipe), parse_yaml(text)["recipe"])
 
 
+def test_a_published_reward_is_described_by_the_arguments_that_it_got():
+    described = describe(flowalign.rewards.JpegSize(quality=90))
+    assert described["init_args"] == {"dim": "compressibility", "quality": 90}
+    assert described["class_path"] == "reward_models.signals.jpeg.JpegSize"
+    assert describe(flowalign.rewards.PickScore(device="cpu"))["init_args"]["device"] == "cpu"
+    assert describe(flowalign.rewards.SubjectFocus())["class_path"].endswith(".SubjectFocus")
+
+
 def test_a_recipe_object_trains_like_the_file_that_names_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("\n".join(PROMPTS))

@@ -13,6 +13,7 @@ from PIL import Image
 import flowalign
 from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import share_rewards
+from flowalign.rewards.checked import RewardError
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
 
@@ -150,6 +151,11 @@ def test_an_adapter_of_the_script_keeps_acting_and_is_not_trained(tmp_path):
     assert sorted(layer.active_adapters) == ["default", "style"]
 
 
+PAIRS = {
+    **{"method": "flow_dpo", "rewards": None, "prompts": None, "samples_per_prompt": None},
+    **{"prompts_per_step": None, "num_inference_steps": None, "batch_size": 1},
+    "settings": {"threads": 1},
+}
 WRONG = {
     "no prompts": ({"prompts": []}, "prompts: .* holds no prompt"),
     "row without prompt": ({"prompts": [{"text": "a"}]}, "prompts: .* text field 'prompt'"),
@@ -159,6 +165,10 @@ WRONG = {
     "precision": ({"model": {"precision": "bf16"}}, "has fp32"),
     "weights": ({"reward_weights": {"blue": 1.0}}, "names blue"),
     "data": ({"method": "diffusion_dpo", "samples_per_prompt": None}, "needs data"),
+    "columns": (
+        PAIRS | {"data": [{"prompt": "a", "good": Image.new("RGB", (32, 32))}]},
+        "no schema fits the columns good, prompt",
+    ),
     "evaluation": ({"eval_steps": 1}, "needs eval_prompts"),
     "frames": ({"num_frames": 5}, "makes images"),
     "folder": ({"settings": {"output_dir": "b"}}, "output_dir cannot be set: give output_dir="),
@@ -174,12 +184,23 @@ def test_wrong_arguments_are_refused_before_the_pipeline_changes(name, tmp_path)
     pipe = encode_once(open_sd3(tmp_path))
     before = describe(pipe)
     given = SMALL | SIZE | {"output_dir": str(tmp_path / "run")} | changes
-    given = {key: value for key, value in given.items() if value is not None}
     rewards, prompts = given.pop("rewards", redness), given.pop("prompts", PROMPTS)
+    given = {key: value for key, value in given.items() if value is not None}
     with pytest.raises(ValueError, match=message) as error:
         flowalign.Trainer(pipe, rewards, prompts, **given)
     assert len(str(error.value).splitlines()) <= 5
     assert describe(pipe) == before
+
+
+def test_a_reward_with_a_wrong_number_of_scores_ends_the_run_before_an_update(tmp_path):
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+    message = r"reward 'few'.* returned 1 scores for 4 samples; it must return a list"
+    with pytest.raises(RewardError, match=message) as error:
+        new_trainer(pipe, tmp_path, {"few": lambda images: [1.0]}).train()
+    assert len(str(error.value).splitlines()) <= 5
+    assert describe(pipe) == before
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
 def test_a_reward_that_cannot_be_called_is_refused():

@@ -40,3 +40,12 @@ def test_pyright_in_strict_mode_accepts_the_code_of_a_page(page, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert STUB in (ROOT / "docs/guides/python.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_argument_that_align_does_not_have_is_reported(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import flowalign\n\nflowalign.align(None, learing_rate=1.0)\n")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert 'No parameter named "learing_rate"' in done.stdout
