@@ -160,21 +160,16 @@ def _compare_diffusers(cls: Any, _: Path, config: dict[str, Any], headers: dict[
 def _compare_transformers(
     cls: Any, place: Path, _: dict[str, Any], headers: dict[str, Any]
 ) -> Names:
-    messages = transformers.utils.logging
-    messages.disable_progress_bar()
-    level = messages.get_verbosity()
-    messages.set_verbosity(messages.CRITICAL)  # it would print a table
-    try:
-        _, about = cls.from_pretrained(
-            None,
-            config=cls.config_class.from_pretrained(place),
-            state_dict=headers,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    finally:
-        messages.set_verbosity(level)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it would print a table
+    _, about = cls.from_pretrained(
+        None,
+        config=cls.config_class.from_pretrained(place),
+        state_dict=headers,
+        device_map="meta",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     return about["missing_keys"], {name for name, *_ in about["mismatched_keys"]}
 
 

@@ -104,6 +104,28 @@ def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["peft", "merged"])
+def test_no_file_of_an_export_names_a_local_folder(run, tmp_path, capsys, target):
+    """The hub refuses a card whose base model is no id."""
+    model, copied = tmp_path / "ann" / "sd3", tmp_path / "ann" / "run"
+    shutil.copytree("assets/shapes/sd3", model)
+    shutil.copytree(run, copied)
+    checkpoint = copied / "checkpoints" / "step-000003"
+    settings = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    settings["policy"]["init_args"]["path"] = str(model)
+    (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
+    code, said = told(capsys, copied, "--to", target, "--out", tmp_path / "out")
+    assert code == 0, said
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert [file for file in files if str(tmp_path).encode() in file.read_bytes()] == []
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model" not in yaml.safe_load(card.split("---\n", 2)[1])
+    assert "from_pretrained('sd3')" in card or target == "merged"
+
+
+@pytest.mark.slow
 def test_the_card_s_code_loads_the_weights_and_a_dry_run_publishes_nothing(
     run, tmp_path, capsys, monkeypatch
 ):

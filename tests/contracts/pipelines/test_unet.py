@@ -1,5 +1,8 @@
 """Stable Diffusion and SDXL satisfy the contract of policies, and are diffusion models exactly."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler
@@ -160,3 +163,13 @@ def test_the_memory_estimate_counts_the_tokens_of_an_image_and_recomputation(fol
     config = SD15(folders["sd15"]).folder.config("unet")
     found = [policy.plan().activation_bytes for policy in policies]
     assert found == [2 * unet_activations(config, 48, recomputed) for recomputed in (True, False)]
+
+
+def test_a_merged_pipeline_names_what_it_leaves_out(tmp_path, capsys):
+    folder = build_sd15(tmp_path / "model")
+    file = Path(folder) / "model_index.json"
+    unread = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unread))
+    policy = new_sd15(folder)
+    assert policy.network.export(policy, str(tmp_path / "out"), "merged", "fp32") == 0.0
+    assert "left out: safety_checker, which training does not need" in capsys.readouterr().err
