@@ -71,6 +71,8 @@ def _find_cause(lines: Sequence[str], has_key: bool) -> str:
     if found := _WRONG_TYPE.match(what):
         kind = "a text" if found[1] == "str" else f"of type {found[1]}"
         return f"is {'null' if found[2] == 'None' else found[2]}; it must be {kind}"
+    if what == "Expected a <class 'tuple'>":
+        return f"is {value}; it must be a list, such as [{value}]"
     if what.startswith("Expected") and "Got value" not in what and value not in what:
         what += f", not {value}"
     return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."

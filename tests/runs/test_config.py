@@ -187,6 +187,10 @@ def test_a_mapping_changes_a_group_and_replaces_names():
         (["--recipe.sampling.num_ste", "3"], "did you mean recipe.sampling.num_steps"),
         (["--num_steps"], "expected one argument"),
         (["stray"], "stray"),
+        (
+            ["--policy.lora.target_modules", "all-linear"],
+            "target_modules: is all-linear; it must be a list, such as [all-linear]",
+        ),
     ],
 )
 def test_a_wrong_override_is_refused_and_never_taken_for_an_abbreviation(override, meant):

@@ -281,6 +281,15 @@ def test_a_function_returns_scores_with_details_or_fails_at_a_line_of_its_file(
             Rewards([model], {"score": 1.0}).score(batch)
 
 
+def test_settings_with_files_below_a_folder_with_blanks_are_loaded_again(folder, monkeypatch):
+    spaced = folder.rename(folder.with_name("my project"))
+    monkeypatch.chdir(spaced.parent)
+    _, text = load(str(write_run(spaced, "my_reward.py:redness", "redness")))
+    (spaced.parent / "config.yaml").write_text(text)
+    assert load("config.yaml")[1] == text
+    assert "function: my project/my_reward.py:redness" in text
+
+
 @pytest.mark.slow
 def test_a_reward_in_its_own_process_finds_the_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
