@@ -189,7 +189,7 @@ def test_a_mapping_changes_a_group_and_replaces_names():
         (["stray"], "stray"),
         (
             ["--policy.lora.target_modules", "all-linear"],
-            "target_modules: is all-linear; it must be a list, such as [all-linear]",
+            "target_modules is all-linear; it must be a list, such as [all-linear]",
         ),
     ],
 )
