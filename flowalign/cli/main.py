@@ -129,7 +129,7 @@ def run_verb(args: argparse.Namespace) -> int:
         return complain(str(error), 2)
     except RunFailure as error:
         return complain(str(error), 1)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
         if not (place := _find_full_memory(error)):
             raise
         first = (str(error).splitlines() or ["MemoryError"])[0]  # in a command without a plan
@@ -141,12 +141,17 @@ def run_verb(args: argparse.Namespace) -> int:
         return complain(_describe_stop(args), exit_code(stop))
 
 
+_FULL_MEMORY = ("DefaultCPUAllocator", "failed to map segment", "Cannot allocate memory")
+"""Words of torch and of the system's loader for a memory that is full."""
+
+
 def _find_full_memory(error: Exception) -> str:
     """Return GPU or CPU if it ran out of memory; commands that only read files import no torch."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "GPU"
-    return "CPU" if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) else ""
+    is_full = isinstance(error, MemoryError) or any(word in str(error) for word in _FULL_MEMORY)
+    return "CPU" if is_full else ""
 
 
 def _describe(error: OSError) -> str:

@@ -161,3 +161,13 @@ def test_a_card_states_its_source_and_finite_numbers(name):
     assert card.scorer
     assert all(math.isfinite(one.value) for one in card.published)
     assert card.rewards or name not in TOYS
+
+
+def test_a_card_with_a_billion_images_is_refused(tmp_path):
+    text = list_cards()["geneval"].read_text()
+    assert "images_per_prompt: 4" in text
+    (tmp_path / "card.yaml").write_text(
+        text.replace("images_per_prompt: 4", "images_per_prompt: 1000000000")
+    )
+    with pytest.raises(ValueError, match=r"images_per_prompt is 1000000000; it must be .* 10000"):
+        load_card(str(tmp_path / "card.yaml"))

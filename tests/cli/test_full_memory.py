@@ -16,7 +16,11 @@ def exhaust_python(_):
     bytearray(1 << 60)
 
 
-@pytest.mark.parametrize("work", [exhaust_allocator, exhaust_python])
+def exhaust_loader(_):
+    raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+
+@pytest.mark.parametrize("work", [exhaust_allocator, exhaust_python, exhaust_loader])
 def test_a_command_without_memory_ends_with_one_message(work, capsys):
     assert run_verb(argparse.Namespace(run=work, verb="score")) == 1
     said = capsys.readouterr().err

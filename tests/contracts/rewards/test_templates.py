@@ -108,3 +108,9 @@ def test_the_table_of_scores_warns_of_a_judge(tmp_path, capsys, monkeypatch):
     assert ended.value.code == 0
     said = capsys.readouterr()
     assert "ask elsewhere" in " ".join((said.out + said.err).split())
+
+
+def test_a_device_is_no_template():
+    """Reading it would fill the memory."""
+    with pytest.raises(ValueError, match=r"template '/dev/zero' cannot be read"):
+        read_template("/dev/zero", ("prompt",))
