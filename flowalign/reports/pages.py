@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,21 @@ def render(
     template: str, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
 ) -> str:
     """Return a page or a Markdown text; missing names raise, and pages escape their values."""
-    environment = jinja2.Environment(
+    environment = _open_environment(template)
+    environment.filters |= dict(filters or {})
+    return environment.get_template(template).render(**values)
+
+
+@cache
+def _open_environment(template: str) -> jinja2.Environment:
+    """Return the environment of a template, which compiles it once."""
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=".html." in template,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= dict(filters or {})
-    return environment.get_template(template).render(**values)
 
 
 def score(value: float) -> str:

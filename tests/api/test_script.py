@@ -1,8 +1,8 @@
 """Scripts run unchanged under a launcher, repeatedly in one process, and beside the commands."""
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.fixtures.doc_pages import ROOT
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, redness
 from tests.fixtures.tiny_unet import build_sd15
+from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,12 @@ def run_script(text: str, folder: Path, *words: str) -> str:
     golden(folder / "model")
     (folder / "script.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300
+        [python(), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python()},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -65,10 +71,21 @@ def run_command(*words: str) -> int:
 
 
 LAUNCHERS = {
-    "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", "2"),
+    "torchrun": (
+        *("-c", "from torch.distributed.run import main; main()", "--nproc_per_node", "2"),
+    ),
     "accelerate": (
-        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("-c", "from accelerate.commands.launch import main; main()", "--multi_gpu"),
+        *(
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+        ),
     ),
 }
 
