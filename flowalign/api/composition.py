@@ -12,7 +12,7 @@ from typing import Any
 from flowalign.api.objects import describe
 from flowalign.api.options import Options
 from flowalign.runs.config.loading import compose
-from flowalign.runs.run_files import find_recipe, recipes
+from flowalign.runs.run_files import find_recipe, list_recipes
 from flowalign.types import Policy
 from flowalign.utils.files import bundled
 from flowalign.utils.folders import is_unused
@@ -122,13 +122,13 @@ def find_method(name: str) -> str:
     """
     if name.endswith((".yaml", ".yml")):
         return name
-    known = {one.name for one in recipes()}
+    known = list_recipes()
     return str(find_recipe(f"methods/{name}" if f"methods/{name}" in known else name).file)
 
 
 def find_model_file(policy: type[Policy], path: str) -> str:
     """Return the bundled run file of a model at this path or hub id, of its class, or similar."""
-    files = [str(one.file) for one in recipes() if one.name.startswith("models/")]
+    files = [str(file) for name, file in list_recipes().items() if name.startswith("models/")]
     models = {file: compose([file]).values.get("policy") or {} for file in files}
     for file, model in models.items():
         if bundled(_arguments(model).get("path") or "") == path:

@@ -79,13 +79,17 @@ class Combination:
         return tuple(dict.fromkeys(p for part in reversed(self.parts) for p in part.papers))
 
 
-def recipes() -> list[ShippedFile]:
-    """Return all run files of the package, by name."""
+def list_recipes() -> dict[str, Path]:
+    """Return the paths of all run files of the package, by name, without reading them."""
     root = Path(bundled("configs/shapes.yaml")).parent
     found = sorted(root.rglob("*.yaml"))
-    names = [file.relative_to(root).with_suffix("").as_posix() for file in found]
-    pairs = zip(names, found, strict=True)
-    return [read_recipe(n, file) for n, file in pairs if n.partition("/")[0] not in _NO_RUNS]
+    names = {file.relative_to(root).with_suffix("").as_posix(): file for file in found}
+    return {n: file for n, file in names.items() if n.partition("/")[0] not in _NO_RUNS}
+
+
+def recipes() -> list[ShippedFile]:
+    """Read all run files of the package, by name."""
+    return [read_recipe(name, file) for name, file in list_recipes().items()]
 
 
 def read_recipe(name: str, file: Path) -> ShippedFile:
@@ -117,14 +121,14 @@ def _header(file: Path) -> str:
 
 def find_recipe(name: str) -> ShippedFile:
     """Return the run file with this name; raise ValueError with similar names if there is none."""
-    known = {one.name: one for one in recipes()}
+    known = list_recipes()
     name = name.removeprefix("configs/").removesuffix(".yaml")
     if name not in known:
         ends = [one for one in known if one.rpartition("/")[2] == name]
         near = ends or difflib.get_close_matches(name, known, 3, cutoff=0.4)
         meant = f";\ndid you mean {', '.join(near)}?" if near else ""
         raise ValueError(f"there is no run file {name!r}; see flowalign recipes{meant}")
-    return known[name]
+    return read_recipe(name, known[name])
 
 
 def search_recipes(text: str) -> list[ShippedFile]:

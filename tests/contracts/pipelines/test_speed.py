@@ -1,6 +1,5 @@
 """Attention backends and compiled blocks: errors, and unchanged results."""
 
-import inspect
 from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from flowalign.runs.config import load
 from flowalign.types import Request, Setup, Speed
 from flowalign.utils.adapters import adapters_off
 from flowalign.utils.errors import ConfigError
-from pipelines.network import denoisers
 from pipelines.network.speed import blocks_of, check_attention, set_attention, speed_up
 from pipelines.network.weights import Lora, prepare_training
 from tests.fixtures.embedded import FOLDER, new_sd3
@@ -162,13 +160,8 @@ def test_compiled_blocks_give_the_same_velocities_gradients_and_files(tmp_path):
 
 @pytest.fixture
 def eager_backend(monkeypatch):
-    """Trace blocks as on a GPU, but compile no C++, which takes most of a minute.
-
-    The comparison of annotations in tests cannot be traced.
-    """
+    """Trace blocks as on a GPU, but compile no C++, which takes most of a minute."""
     torch._dynamo.reset()
-    for name in ("_cast_output", "_cast_inputs", "_cast"):
-        monkeypatch.setattr(denoisers, name, inspect.unwrap(getattr(denoisers, name)))
     traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     yield
