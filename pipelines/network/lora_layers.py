@@ -95,7 +95,9 @@ def _low_rank(layer: Any, name: str, x: Tensor) -> Tensor:
     down, up, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
     dtype = torch.get_autocast_dtype(x.device.type)
     inside = scale == 1 or (dtype == torch.bfloat16 and frexp(scale)[0] == 0.5)
-    if layer.copies and name == TRAINED and not torch.is_grad_enabled():
+    # Compiled blocks fuse the casts, and dynamo cannot compare pointers of weights.
+    plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if layer.copies and name == TRAINED and not plain:
         first, second = layer.copies
         small = linear(x, first.of(down.weight, dtype, 1.0))
         out = linear(small, second.of(up.weight, dtype, scale if inside else 1.0))
