@@ -116,8 +116,9 @@ def test_methods_of_each_kind_of_training_take_the_same_arguments(method, tmp_pa
 
 
 def test_a_saved_adapter_loads_in_diffusers(tmp_path):
+    verified = SMALL | SIZE | {"settings": {"threads": 1, "checkpoints.verify": "always"}}
     result = flowalign.align(
-        open_sd3(tmp_path), redness, PROMPTS, output_dir=str(tmp_path / "run"), **SMALL, **SIZE
+        open_sd3(tmp_path), redness, PROMPTS, output_dir=str(tmp_path / "run"), **verified
     )
     result.save(tmp_path / "fox-lora")
     fresh = open_pipe(str(tmp_path / "model"))

@@ -1,15 +1,18 @@
 """Images and datasets are scored from Python, and their scores become pairs that train."""
 
 import io
+from typing import Any
 
-import datasets
-import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
 import flowalign
+from flowalign.utils.imports import LazyModule
 from tests.fixtures.scripts import SIZE, open_sd3, redness
+
+datasets: Any = LazyModule("datasets")  # 80 MB that other tests do not need
+pd: Any = LazyModule("pandas")
 
 COLOURS = ["red", "black", "#800000", "#400000"]
 

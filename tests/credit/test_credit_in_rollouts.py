@@ -229,6 +229,7 @@ def test_credit_by_outcome_costs_nothing_beyond_the_rollout():
     assert spent(Outcome(), AllButLast(), 6) == (6, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("credit", EVERY, ids=str)
 def test_every_credit_method_raises_a_reward_that_can_be_learned(credit):
     cfg = new_recipe({"samples_per_prompt": 8}, credit=credit)

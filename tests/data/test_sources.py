@@ -7,16 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import datasets
 import pytest
-from datasets.packaged_modules.parquet.parquet import ParquetConfig
 from PIL import Image
 
 from flowalign.data import PreferenceDataset, open_dataset, read_requests
 from flowalign.data.media.decode import decode
 from flowalign.data.readers import parse_columns
 from flowalign.types import Request, prompts_of
+from flowalign.utils.imports import LazyModule
+
+datasets: Any = LazyModule("datasets")  # 80 MB that other tests do not need
 
 
 def picture(k: int, mode: str = "RGB") -> Image.Image:
@@ -59,7 +61,7 @@ def to_file(folder: Path, rows: list[dict]) -> str:
     return str(folder / "rows.jsonl")
 
 
-def table_of(rows: list[dict]) -> datasets.Dataset:
+def table_of(rows: list[dict]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
@@ -151,13 +153,17 @@ def test_a_column_map_of_the_command_line_is_parsed():
         ([3], None, "row 1 is a int, not a dictionary"),
         (iter(PAIRS), None, r"list_iterator. An iterator can be read once only: give list\("),
         ({"prompt": ["a"]}, None, r"dictionary of columns \['prompt'\]. Give Dataset.from_dict"),
-        (datasets.DatasetDict(train=table_of(PAIRS)), None, r"splits \['train'\]. Give one of"),
+        (
+            lambda: datasets.DatasetDict(train=table_of(PAIRS)),
+            None,
+            r"splits \['train'\]. Give one of",
+        ),
         ("hub:x", None, "'hub:x' is no dataset of the Hub; write hub:OWNER/NAME:SPLIT"),
     ],
 )
 def test_wrong_sources_are_refused_with_what_there_is(source, columns, said):
     with pytest.raises(ValueError, match=said):
-        open_dataset(source, columns=columns)
+        open_dataset(source() if callable(source) else source, columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +227,13 @@ def test_a_dataset_of_the_hub_is_a_stream_of_one_split(monkeypatch):
         return stream if split else datasets.IterableDatasetDict(train=stream, test=stream)
 
     def build(path, revision):
+        from datasets.packaged_modules.parquet.parquet import ParquetConfig
+
         config = ParquetConfig() if path == "o/n" else datasets.BuilderConfig()
         return SimpleNamespace(config=config)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets, "load_dataset_builder", build)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset_builder", build)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     found = open_dataset("hub:o/n@v1:train[:2]")
     assert [record.prompt for record in found] == ["p0", "p1", "p2"]
@@ -247,6 +255,7 @@ def test_a_dataset_of_the_hub_is_a_stream_of_one_split(monkeypatch):
         open_dataset("hub:o/none")
 
 
+@pytest.mark.slow
 def test_local_files_do_not_import_the_library(tmp_path):
     path = to_file(tmp_path, LABELS)
     code = f"import flowalign.data as d; list(d.open_dataset({path!r}))"

@@ -146,7 +146,9 @@ def _load(args) -> None:
         clip_pairs.load(args.config, args.overrides)
     elif args.verb == "reward" and args.action == "train":
         load_run(args.config, args.overrides)
-    elif args.verb in ("score", "serve-reward"):
+    elif args.verb == "score":
+        assert load_rewards(*args.rewards)[0]
+    elif args.verb == "serve-reward":
         assert load_rewards(args.rewards)[0]
     elif args.verb in ("train", "eval", "sample", "check", "bench"):
         load(*read_settings(args))

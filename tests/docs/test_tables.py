@@ -16,6 +16,7 @@ SPEC.loader.exec_module(tables)
 REMEDY = "run: python docs/site/tables.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_the_tables_of_a_page_are_current(page):
     text = (ROOT / page).read_text()

@@ -90,6 +90,7 @@ class Rank(RewardModel):
         return RewardOutput.build(self.spec, wins[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("credit", [None, Gain()], ids=["outcome", "gain"])
 @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
 def test_sampling_some_prompts_at_a_time_changes_nothing(credit, at_once):

@@ -28,6 +28,7 @@ def some(paths):
     return [p if named(p) in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in paths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_run_file_parses(path):
     run, text = loaded(path)

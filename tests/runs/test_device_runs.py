@@ -16,6 +16,7 @@ from tests.fixtures.zygote import python
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CREDIT_METHODS)
 def test_every_credit_method_has_a_valid_run(name, tmp_path):
     run, _ = method(name, "cpu", tmp_path)

@@ -15,6 +15,7 @@ def layered(model, method, *overrides):
     return load([str(file) for file in files], overrides)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["nft", "awm", "crd", "dgpo", "tdm"])
 @pytest.mark.parametrize("model", [*EMBEDDED, *GUIDED])
 def test_a_method_loads_with_and_without_classifier_free_guidance(model, method):

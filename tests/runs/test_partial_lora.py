@@ -13,6 +13,7 @@ from tests.fixtures.run_files import CONFIGS
 MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_partial_lora_keeps_the_layers_of_the_family(model):
     file = str(CONFIGS / f"models/{model}.yaml")

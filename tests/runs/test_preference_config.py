@@ -283,6 +283,7 @@ def test_bench_times_the_stages_of_online_runs(written, capsys):
 RUN_FILES = sorted((CONFIGS / "preference").rglob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", RUN_FILES, ids=[file.stem for file in RUN_FILES])
 def test_every_run_file_is_read_and_says_where_it_writes(file, tmp_path):
     """Their data are made by other commands or downloaded: any folder stands for them here."""

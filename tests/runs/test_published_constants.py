@@ -87,12 +87,14 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", PUBLISHED, ids=lambda files: files[-1])
 def test_a_composed_run_has_the_published_constants(files):
     run, _ = load(list(files), [])
     assert {key: attrgetter(key)(run) for key in PUBLISHED[files]} == PUBLISHED[files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mixgrpo", "mixgrpo_flash", "dynamic_treerpo"])
 @pytest.mark.parametrize("model", [SD35, KONTEXT])
 def test_a_sliding_window_passes_all_steps_but_the_last(method, model):

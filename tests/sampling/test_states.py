@@ -99,6 +99,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", SHORT.values(), ids=SHORT)
 def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(cfg, monkeypatch):
     cfg, sizes, runs = cfg(), [], []

@@ -189,6 +189,7 @@ def hacking_run(folder, on_hacking, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_hacking", ["warn", "stop", "roll_back"])
 def test_a_run_that_is_hacked_warns_stops_or_rolls_back(tmp_path, on_hacking):
     folder = tmp_path / "run"

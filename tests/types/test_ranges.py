@@ -147,6 +147,7 @@ def holding(annotation: Any, value: float) -> Any:
     return next((one for one in held if one is not None), None)
 
 
+@pytest.mark.slow
 def test_every_number_of_a_run_file_says_its_range():
     """A new setting without one fails here; ids are not numbers that anyone sets."""
     for cls in components():

@@ -67,6 +67,7 @@ def test_velocities_and_gradients_are_those_of_the_family_s_own_policy(pair, sig
             torch.testing.assert_close(parameter.grad, theirs[name].grad, **CLOSE)
 
 
+@pytest.mark.slow
 def test_rows_of_different_times_are_those_of_the_family_s_own_policy(pair):
     prompts, sigma = [*PROMPTS, "a white circle"], torch.tensor([0.9, 0.3, 0.9])
     x = noise(pair.adapter, 3)

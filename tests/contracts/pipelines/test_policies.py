@@ -1,6 +1,10 @@
-"""SD3 satisfies the contract of policies and, as slow tests, FLUX.1 and further families do."""
+"""SD3 satisfies the contract of policies, as further families do."""
+
+import pytest
 
 from tests.fixtures.policy_contract import PictureContract
+
+pytestmark = pytest.mark.slow
 
 
 class TestPictures(PictureContract):

@@ -82,6 +82,7 @@ def held_bytes(tensor) -> int:
     return sum(one.nbytes for one in inner or [tensor])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_as_many_bytes_are_planned_as_are_held(stored, kind, precision):

@@ -46,6 +46,7 @@ def latents_of(codec):
         return codec.encode(torch.rand(1, 3, codec.height, codec.width) * 2 - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiles_are_decoded_one_by_one(kind):
     """Outside of the overlap, pixels and their gradients are those of a tile alone."""
@@ -75,6 +76,7 @@ def test_without_statistics_of_the_image_tiles_change_pixels_near_their_borders_
     assert not torch.allclose(a[..., 24:32, 24:32], b[..., 24:32, 24:32], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_planned_peak_is_what_decoding_tiles_holds(kind):
     """Few channels make the decoded tiles count more than in published models."""

@@ -49,6 +49,7 @@ def test_pretraining_encodes_prompts_as_the_pipeline_does(policy):
     torch.testing.assert_close(pooled, expected_pooled)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_bundled_model_writes_ink_on_paper():
     pipe = pretrain.StableDiffusion3Pipeline.from_pretrained("assets/words/sd3")

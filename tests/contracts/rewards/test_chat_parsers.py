@@ -500,6 +500,7 @@ def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kin
     reading(parse_assessment, text)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=4), st.floats()), max_size=6), st.sampled_from("135"))
 def test_no_log_probabilities_give_shares_outside_zero_to_one(likeliest, digit):

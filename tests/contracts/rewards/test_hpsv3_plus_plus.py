@@ -56,6 +56,7 @@ def test_tokens_and_pixels_are_those_of_the_original(features):
     torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "groups", "iteration"),
     [

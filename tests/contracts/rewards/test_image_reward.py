@@ -64,6 +64,7 @@ def test_a_long_prompt_is_cut_where_the_original_cuts_it(model):
     assert float(score) == pytest.approx(float(RECORDED["long_prompt_score"]), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_the_contract_of_rewards_holds(model):
     check_contract(model, example_batch())
 

@@ -150,6 +150,7 @@ def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(tmp_path):
     assert "conv_tail" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient():
     encoder = EfficientNetLite0()
     frames = example_batch(3).media[:, 0]

@@ -84,6 +84,7 @@ def asked_alone(folder: Path, batch: MediaBatch) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frames", [1, 6])
 def test_questions_on_a_shared_prefix_get_what_each_full_prompt_gets(folders, kind, frames):

@@ -66,6 +66,7 @@ def test_odds_with_a_gradient_are_those_without_and_belong_to_the_probability(ju
     assert plain.std() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frames", [1, 4])
 def test_the_gradient_is_the_slope_of_every_question(judges, kind, frames, monkeypatch):

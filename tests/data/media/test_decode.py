@@ -211,6 +211,7 @@ def test_a_file_that_breaks_off_is_a_reason(tmp_path, keep):
             decode(Media(str(tmp_path / name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "codec", "movflags"),
     [

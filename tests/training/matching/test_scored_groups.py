@@ -245,6 +245,7 @@ def test_an_example_counts_at_a_noise_level_by_the_step_there(tmp_path):
     assert len(found["advantage"].unique()) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", [Weighed(), NFT(), AWM(), DGPO(), CRD()], ids=lambda x: type(x).__name__
 )

@@ -172,6 +172,7 @@ class HalfPrecision(PixelPolicy):
         return x + functional_call(self.denoiser, {"proj_out.weight": last}, features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "rate", "steps"),
     [(PixelPolicy, 1e-5, {1}), (HalfPrecision, 3e-6, {2, 3, 4, 5})],

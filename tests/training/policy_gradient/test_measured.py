@@ -208,6 +208,7 @@ MANY = {"prompts_per_step": 4, "updates_per_step": 2, "epochs_per_step": 2, "mic
 EQUAL = MeasuredWeight(floor=1.0, half_life=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
