@@ -71,30 +71,18 @@ def run_command(*words: str) -> int:
 
 
 LAUNCHERS = {
-    "torchrun": (
-        *("-c", "from torch.distributed.run import main; main()", "--nproc_per_node", "2"),
-    ),
-    "accelerate": (
-        *("-c", "from accelerate.commands.launch import main; main()", "--multi_gpu"),
-        *(
-            "--num_processes",
-            "2",
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-        ),
-    ),
+    "torch.distributed.run": "--nproc_per_node 2",
+    "accelerate.commands.launch": "--multi_gpu --num_processes 2 --num_machines 1"
+    " --mixed_precision no --dynamo_backend no",
 }
 
 
 def test_a_script_under_a_launcher_trains_like_in_one_process(tmp_path):
     run_script(SCRIPT, tmp_path, "script.py", "one")
-    for name, words in LAUNCHERS.items():
+    for name, options in LAUNCHERS.items():
         (tmp_path / "model").rename(tmp_path / f"before_{name}")
-        run_script(SCRIPT, tmp_path, *words, "script.py", name)
+        launch = f"from {name} import main; main()"
+        run_script(SCRIPT, tmp_path, "-c", launch, *options.split(), "script.py", name)
         one, two = (
             json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0])
             for run in ("one", name)
