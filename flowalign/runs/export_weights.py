@@ -24,6 +24,7 @@ from flowalign.runs.model_card import (
 )
 from flowalign.training import checkpoint
 from flowalign.types import ExportDtype, ExportTarget
+from flowalign.utils.console import say
 from flowalign.utils.files import atomic_write, read_object, write_json
 from flowalign.utils.run_events import hide_folders, hide_in_settings
 
@@ -133,6 +134,8 @@ def export(run: Run, trained: Trained, form: Form) -> float | None:
         if difference is not None and not difference < float("inf"):
             raise ValueError(f"the exported weights differ by {difference} when read back")
         describe_folder(partial, describe_subject(run), trained, form)
+    if form.target == "merged" and (left := policy.network.left_out):
+        say(f"left out: {', '.join(left)}, which training does not need; the base model has them")
     return difference
 
 

@@ -231,6 +231,11 @@ class TrainedNetwork(ABC):
     def digest_files(self) -> str:
         """Return a digest of the untrained networks' files; empty for networks of a script."""
 
+    @property
+    @abstractmethod
+    def left_out(self) -> list[str]:
+        """Return the components of the base model that a merged pipeline does not have."""
+
     @abstractmethod
     def check_export(self, folder: str, target: ExportTarget) -> None:
         """Raise ValueError if the output of `save_weights` in `folder` cannot be exported.

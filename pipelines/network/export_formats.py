@@ -10,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowalign.types import ExportTarget, Policy
-from flowalign.utils.console import say
 from flowalign.utils.files import read_object
 from pipelines.network.adapter_files import (
     PEFT_CONFIG,
@@ -199,8 +198,6 @@ def _merge(network: Denoisers, out: str, dtype: torch.dtype) -> float:
         if isinstance(component, torch.nn.Module):
             torch.nn.Module.to(component, dtype)
     network.pipe.save_pretrained(out)
-    if left := sorted(network.folder.components().keys() & network.folder.skipped.keys()):
-        say(f"left out: {', '.join(left)}, which training does not need; the base model has them")
     fresh = load_pipeline(replace(network.folder, path=out), dtype)
     differences = [
         float((mine.float() - theirs.float().to(mine.device)).abs().max())

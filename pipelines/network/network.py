@@ -267,6 +267,10 @@ class Network(Denoisers, TrainedNetwork):
     def digest_files(self) -> str:
         return "" if self.folder.loaded else digest_files(self.folder, self.names)
 
+    @property
+    def left_out(self) -> list[str]:
+        return sorted(self.folder.components().keys() & self.folder.skipped.keys())
+
     def check_export(self, folder: str, target: ExportTarget) -> None:
         check_export(self, folder, target)
 
