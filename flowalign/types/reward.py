@@ -134,6 +134,10 @@ class JudgeCalls(NamedTuple):
     tokens: int = 0
     """Largest number of tokens that the answers have together."""
 
+    def plus(self, other: "JudgeCalls") -> "JudgeCalls":
+        """Return the cost of both."""
+        return JudgeCalls(self.answers + other.answers, self.tokens + other.tokens)
+
 
 MAY_PASS = "(may pass)"
 """Part of the reason of a failure that may pass, such as an outage: `score` tries it again."""

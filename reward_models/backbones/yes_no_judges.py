@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
-from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt, Range
+from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveFloat, PositiveInt, Range
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_vision_language
@@ -43,6 +43,13 @@ class YesNoJudge(Loadable):
     """Fields that a batch of videos needs in addition to its frames."""
     silence: str = "the judge gave no answer"
     """Reason of the NaN answers of the last `ask`."""
+
+    caveat: str = ""
+    """How its answers may differ from published ones; empty for local models."""
+
+    def calls(self, questions: int) -> JudgeCalls:  # noqa: ARG002 (for overrides)
+        """Return what a chat model costs to answer this number of questions. Default: nothing."""
+        return JudgeCalls()
 
     @abstractmethod
     def ask(

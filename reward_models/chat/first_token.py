@@ -11,15 +11,22 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from flowalign.types import MAY_PASS, FiniteFloat, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import MAY_PASS, FiniteFloat, JudgeCalls, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import pad_to_square
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.backbones.yes_no_judges import YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import word_probabilities, yes_probabilities
-from reward_models.chat.template import describe, encode_frames, read_template
+from reward_models.chat.template import (
+    describe,
+    encode_frames,
+    find_templates,
+    read_template,
+    warn_of_wording,
+)
 
 QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
 LEVELS = {"excellent": 1.0, "good": 0.75, "fair": 0.5, "poor": 0.25, "bad": 0.0}
@@ -96,6 +103,11 @@ class ServedYesNo(YesNoJudge):
         self.frames, self.template = frames, read_template(template, ("question", "media"))
         self.ensemble = JudgeEnsemble(server, sampling, first_token=True)
         self.version = self.ensemble.version(frames=frames, **describe(self.template))
+        self.caveat = warn_of_wording(type(self).__name__, find_templates(self))
+
+    @override
+    def calls(self, questions: int) -> JudgeCalls:
+        return self.ensemble.calls(questions)
 
     def load(self) -> None:
         """Check that the server is running and offers the model."""

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.functional.resizing import paint_boxes
 from flowalign.types import (
+    JudgeCalls,
     Loadable,
     MediaBatch,
     PositiveInt,
@@ -102,9 +104,9 @@ class MagicAssessor(ChatJudge):
     """Scores 1 if the image is free of artefacts, of any kind and of each kind, else 0.
 
     With several passes a score is the share of passes without artefacts. The image is resized to a
-    shortest side of `side` pixels. The prompt is a reconstruction that requests the published
-    answer format and labels. To use the published text, pass it as `template` with `{prompt}` in
-    the position of the image's prompt.
+    shortest side of `side` pixels. The bundled question shows the image's prompt and requests the
+    published answer format and labels in our wording. To use the released text, which has no
+    licence, pass it as `template` with `{prompt}` in the position of the image's prompt.
 
     Source: MagicMirror, arXiv:2509.10260; its code.
     """
@@ -116,13 +118,14 @@ class MagicAssessor(ChatJudge):
         template: str = "magic_assessor",
         sampling: Sampling = _SAMPLING,
     ):
-        self.side, self.template = side, read_template(template, ("media",), ("prompt",))
+        self.side, self.template = side, read_template(template, ("media", "prompt"))
         ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name="magic_assessor",
             dims=("normal", *KINDS),
             modality="image",
             scale=(0.0, 1.0),
+            needs=("prompt",),
             licence="unknown (the repository has no licence file)",
             version=ensemble.version(side=side, **describe(self.template)),
         )
@@ -187,6 +190,15 @@ class ArtefactMap(RewardModel, Loadable):
         """Load the judge's connection and the detector."""
         self.judge.load()
         self.detector.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return self.judge.caveat
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.judge.judge_calls(group_sizes)
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask the judge about all samples, and run the detector on samples that it scored."""

@@ -40,7 +40,7 @@ OFFICIAL = {
     "rational_rewards_edit": _RATIONAL,
     "rational_rewards_pair": _RATIONAL,
     "video_score2": "the model card of VideoScore2",
-    "magic_assessor": "the release of MagicAssessor",
+    "magic_assessor": "the code of MagicMirror (arXiv:2509.10260), get_prompt of base_info.py",
 }
 """Location of the text that a judge was trained with, by the bundled prompt in its place."""
 _SLOT = re.compile(r"\{(prompt|media|references|first|second|task|criterion|question)\}")

@@ -6,15 +6,16 @@ itself with written scores from -1 to 1, and SAM proposes the regions. Here the 
 the pixels of its matching loss by the map; `recipe.data.weight_map` of scored groups does the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.functional.resizing import paint_boxes
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict
 from reward_models.backbones.yes_no_judges import YesNoJudge
@@ -62,6 +63,15 @@ class RegionReward(RuleReward, Loadable):
         """Load judge and detector."""
         self.vlm.load()
         self.detector.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return self.vlm.caveat
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.vlm.calls(sum(group_sizes) * (1 + self.max_regions))
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Ask about the layout and about every region."""

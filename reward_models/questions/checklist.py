@@ -18,10 +18,12 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.types import (
     Fit,
     Fittable,
+    JudgeCalls,
     Loadable,
     MediaBatch,
     NonNegativeFloat,
@@ -109,9 +111,23 @@ class Checklist(ScreenedReward, Loadable, Fittable):
         if isinstance(self._model, Loadable):
             self._model.load()
 
+    @property
+    @override
+    def caveat(self) -> str:
+        found = [self.judge.caveat, self._model.caveat if self._model else ""]
+        return "; ".join(filter(None, found))
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        own = self.judge.calls(sum(group_sizes) * len(self._questions()))
+        return own.plus(self._model.judge_calls(group_sizes)) if self._model else own
+
+    def _questions(self) -> list[str]:
+        return self.question_set.questions + ([QUESTION] if self.alignment == "judge" else [])
+
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask the judge all questions about each sample, and sum the weighted answers."""
-        questions = self.question_set.questions + ([QUESTION] if self.alignment == "judge" else [])
+        questions = self._questions()
         asked = [fill_questions(questions, prompt) for prompt in batch.prompts]
         yes = self.judge.ask(batch, asked).double().cpu()
         alignment, why = self._aligned(batch, yes)

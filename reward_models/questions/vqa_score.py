@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -90,6 +91,15 @@ class VQAScore(ScreenedReward, Loadable):
     def load(self) -> None:
         """Load the judge."""
         self.judge.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return self.judge.caveat
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.judge.calls(sum(group_sizes))
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask one question about each sample."""

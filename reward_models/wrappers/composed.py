@@ -8,10 +8,12 @@ from typing import Annotated
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.functional.pooling import Pool, pool_frames
 from flowalign.types import (
     FiniteFloat,
+    JudgeCalls,
     Loadable,
     MediaBatch,
     PositiveFloat,
@@ -59,6 +61,15 @@ class PerFrame(ScreenedReward, Loadable):
         """Load the image reward."""
         if isinstance(self.reward, Loadable):
             self.reward.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return self.reward.caveat
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.reward.judge_calls([size * (self.frames or 1) for size in group_sizes])
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score frames as images, and pool the scores."""
@@ -142,6 +153,15 @@ class Gated(ScreenedReward, Loadable):
         for model in (self.gate, self.reward):
             if isinstance(model, Loadable):
                 model.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return "; ".join(filter(None, (self.gate.caveat, self.reward.caveat)))
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.gate.judge_calls(group_sizes).plus(self.reward.judge_calls(group_sizes))
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample with the gate, and samples at or above the floor with the reward."""

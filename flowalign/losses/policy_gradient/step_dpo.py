@@ -1,7 +1,9 @@
 """Train on pairs of denoising transitions: the better transition becomes more likely.
 
 Source: SPO, arXiv:2406.04314, and code of RockeyCoss/SPO. SPO ranks siblings with a reward model
-for noisy states. Here they are ranked by their advantage, from any credit method.
+for noisy states, and trains only on siblings whose best and worst softmax probabilities differ by
+more than 0.3. Here they are ranked by their advantage, from any credit method, and the best and the
+worst are trained whenever they differ.
 """
 
 import math

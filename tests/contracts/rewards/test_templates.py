@@ -8,13 +8,20 @@ import pytest
 from flowalign.cli.main import main
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
+from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.chat import template
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.magic_assessor import MagicAssessor
+from reward_models.chat.first_token import ServedYesNo
+from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor
 from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.template import OFFICIAL, read_template
 from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
+from reward_models.detection.region_reward import RegionReward
+from reward_models.questions.checklist import Checklist
+from reward_models.questions.vqa_score import VQAScore
+from reward_models.verifiers.truth import ShapesDetector
+from reward_models.wrappers.composed import Gated, PerFrame
 
 SERVER = Server("http://127.0.0.1:1/v1", "judge")
 TEXT = "Be strict.\n=== user ===\nRate {media} for {prompt}."
@@ -67,7 +74,7 @@ def test_every_bundled_prompt_names_its_official_text_or_has_none():
     ("judge", "place"),
     [
         (EditScore(SERVER), "editscore/vie_prompts.py"),
-        (MagicAssessor(SERVER), "the release of MagicAssessor"),
+        (MagicAssessor(SERVER), "get_prompt of base_info.py"),
         (UnifiedRewardPoint(SERVER), "CodeGoat24/UnifiedReward"),
         (WinRate(UnifiedRewardPair(SERVER)), "CodeGoat24/UnifiedReward"),
     ],
@@ -76,6 +83,23 @@ def test_every_bundled_prompt_names_its_official_text_or_has_none():
 def test_a_judge_in_our_wording_says_where_the_official_one_is(judge, place):
     assert place in judge.caveat
     assert "not those of its paper" in judge.caveat
+
+
+def test_wrappers_forward_the_caveat_and_the_answers_of_their_judges():
+    assessor, yes_no = MagicAssessor(SERVER), ServedYesNo(SERVER)
+    mapped = ArtefactMap(assessor, ShapesDetector())
+    assert mapped.caveat == assessor.caveat
+    assert mapped.judge_calls([24] * 48) == (1152, 1152 * 2048)
+    assert VQAScore(yes_no).judge_calls([3, 2]).answers == 5
+    regions = RegionReward(yes_no, ShapesDetector(), max_regions=4)
+    assert regions.judge_calls([3, 2]).answers == 5 * (1 + 4)
+    questions = Checklist(yes_no, "vision_reward_video")
+    assert questions.judge_calls([2]).answers == 2 * len(questions.question_set.questions)
+    gated = Gated(VQAScore(yes_no), assessor, "normal", 0.5)
+    assert (gated.judge_calls([2]).answers, gated.caveat) == (4, assessor.caveat)
+    assert PerFrame(VQAScore(yes_no), frames=3).judge_calls([2]).answers == 6
+    local = QwenYesNo("no/where")
+    assert (local.calls(7).answers, local.caveat) == (0, "")
 
 
 def test_a_judge_in_given_wording_has_no_caveat(tmp_path):
@@ -91,7 +115,7 @@ def test_the_plan_warns_once_of_a_judge(tmp_path):
     spec = MagicAssessor(SERVER).spec
     weight = f"--rewards.0.weight={{{spec.dims[0]}: 1.0}}"
     rows = plan(load("configs/shapes.yaml", [f"--rewards=[{judge}]", weight])[0])
-    assert "the release of MagicAssessor" in rows[f"warning: {spec.name}"]
+    assert "get_prompt of base_info.py" in rows[f"warning: {spec.name}"]
 
 
 def test_the_table_of_scores_warns_of_a_judge(tmp_path, capsys, monkeypatch):
