@@ -19,6 +19,7 @@ _LIST = re.compile(rf"\s*(?:\{{\s*(?:{_KEY}{_SCALAR}\s*,\s*)*{_KEY})?\[")
 """Pattern of the beginning of the list in a JSON file of rows; single values may come before it."""
 _MEMORY = 1 << 28
 """Bytes of the rows of a table in memory; a small file can hold much more."""
+_REPEATS = 4
 _LARGEST_COLUMN, _LARGEST_RATIO = 1 << 30, 100
 """Bytes of a column of a row group, and their ratio to the stored ones; above both, the file is no
 data set, but would fill memory."""
@@ -166,9 +167,10 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _fit_rows(metadata: Any) -> int:
-    """Return a number of rows that fits memory even if each holds all of the longest column.
+    """Return a number of rows that fits memory.
 
-    A column of equal values is stored once, however often it is read.
+    A column of equal values is stored once, however often it is read. So in columns that unpack to
+    much more than they store, each row may hold all of the column.
     """
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     columns = (group.column(i) for group in groups for i in range(group.num_columns))
@@ -178,7 +180,8 @@ def _fit_rows(metadata: Any) -> int:
         if unpacked > max(_LARGEST_COLUMN, _LARGEST_RATIO * stored):
             sizes = f"from {stored} to {unpacked} bytes"
             raise ValueError(f"its column {column.path_in_schema} unpacks {sizes}")
-        largest = max(largest, unpacked)
+        repeats = unpacked > _REPEATS * stored
+        largest = max(largest, unpacked if repeats else unpacked // max(column.num_values, 1))
     return max(1, min(ROWS_AT_ONCE, _MEMORY // largest))
 
 
