@@ -211,13 +211,13 @@ def compute_plan(policy: DiffusersPolicy) -> ModelPlan:
         denoiser, counts = plan_network(policy.network)
         tokens = policy.num_tokens(latent_shape, transformer)
     text = policy.max_sequence_length + policy.extra_text_tokens
-    activation_bytes, savings = plan_activations(policy.network, transformer, tokens)
+    kept, savings = plan_activations(policy.network, transformer, tokens)
     counts["savings"] += savings
     plan = ModelPlan(
         latent_shape=latent_shape,
-        activation_bytes=activation_bytes,
         evaluation_flops=partial(evaluation_flops, denoiser, latent_shape, tokens, text),
         sigmas=partial(schedule_of, policy, scheduler),
+        **kept,
         **counts,
     )
     return policy.codec.extend_plan(plan, policy.text_encoder.stored_bytes)

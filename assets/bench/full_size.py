@@ -29,6 +29,8 @@ OTHERS = "shapes_video", "toy_shapes", "any_flow"
 SDXL = "{class_path: pipelines.SDXL, init_args: {path: stabilityai/stable-diffusion-xl-base-1.0, "
 SDXL += "height: 1024, width: 1024, precision: bf16, gradient_checkpointing: true}}"
 """Policy of a model without a file in configs/models, in place of Stable Diffusion 1.5."""
+PLAIN = "trackers=[]", "speed.kept_blocks=0"
+"""Settings of all runs: each block recomputes its activations."""
 COLORS = {
     "encoding": "#9aa5b1",
     "sampling": "#4c78a8",
@@ -40,8 +42,8 @@ COLORS = {
 def _files(model: str) -> tuple[list[str], list[str]]:
     """Return the run file of a model, and the settings that it needs here."""
     if model == "sdxl":
-        return ["configs/models/sd15.yaml"], ["trackers=[]", f"policy={SDXL}"]
-    return [f"configs/models/{model}.yaml"], ["trackers=[]"]
+        return ["configs/models/sd15.yaml"], [*PLAIN, f"policy={SDXL}"]
+    return [f"configs/models/{model}.yaml"], [*PLAIN]
 
 
 def all_models() -> list[str]:
@@ -50,19 +52,22 @@ def all_models() -> list[str]:
     return [*(file.stem for file in files if file.stem not in OTHERS), "sdxl"]
 
 
-def plan_model(model: str) -> dict[str, Any]:
+def plan_model(model: str, *changes: str) -> dict[str, Any]:
     """Return the planned memory of the run file of a model."""
     from assets.bench.full_size_stages import plan
 
-    return plan(*_files(model))
+    files, settings = _files(model)
+    return plan(files, [*settings, *changes])
 
 
-def measure_model(model: str) -> dict[str, Any]:
+def measure_model(model: str, *changes: str) -> dict[str, Any]:
     """Return the measured memory of the run file of a model."""
+    files, settings = _files(model)
     measure: Any = SimpleNamespace(
         __module__="assets.bench.full_size_stages", __qualname__="measure"
     )
-    result, _ = on_simulated_gpu(measure, model, *_files(model), payload="meta")
+    given = model, files, [*settings, *changes]
+    result, _ = on_simulated_gpu(measure, *given, payload="meta")
     return result
 
 

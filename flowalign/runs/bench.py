@@ -126,10 +126,12 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     model, step = plan_step(run)
     with start_temporarily(run) as session:
         result = _measure_steps(session, repeats)
-    return result | unit_seconds(result, step.work, backward_passes(model))
+    return result | unit_seconds(result, step.work, backward_passes(model, run.speed.kept_blocks))
 
 
-def unit_seconds(seconds: Mapping[str, float], work: StepWork, passes: int) -> dict[str, float]:
+def unit_seconds(
+    seconds: Mapping[str, float], work: StepWork, passes: int | float
+) -> dict[str, float]:
     """Divide the seconds of the stages of a step by its planned work.
 
     A stage without planned work costs nothing.

@@ -35,13 +35,15 @@ class UnitCosts:
     """Scoring one sample by one reward model. None: unknown."""
 
 
-def backward_passes(model: ModelPlan) -> int:
+def backward_passes(model: ModelPlan, kept: float | None = 0.0) -> int | float:
     """Return the cost of an evaluation with backward pass in evaluations without.
 
     Gradients of activations cost one evaluation, gradients of all weights another. The weight
-    gradients of a LoRA are left out. Recomputed activations cost one more.
+    gradients of a LoRA are left out. Recomputed activations cost one more, but not in the share
+    `kept` of the blocks.
     """
-    return 2 + (model.trainable == model.parameters) + model.recomputes
+    recomputed = model.recomputes * (1 - (kept or 0.0))
+    return 2 + (model.trainable == model.parameters) + recomputed
 
 
 def unit_costs(
@@ -59,7 +61,7 @@ def unit_costs(
     return UnitCosts(evaluation=one, update=one, decode=model.decode_flops() / rate, reward=reward)
 
 
-def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int) -> dict[str, float]:
+def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int | float) -> dict[str, float]:
     """Return the seconds of one GPU for all work of a step, by stage."""
     decode = DECODE_PASSES if work.differentiates_rewards else 1
     score = REWARD_PASSES if work.differentiates_rewards else 1
@@ -176,7 +178,8 @@ def predict(
     """
     if step.work == StepWork():
         raise ValueError(f"{type(run.recipe).__name__} does not count its work: no capacity plan")
-    whole = gpu_seconds(step.work, costs, backward_passes(model))
+    passes = backward_passes(model, run.speed.kept_blocks)
+    whole = gpu_seconds(step.work, costs, passes)
     items = step.prompts_per_step or run.recipe.examples_per_step
     uneven = imbalance(items, run.sharding.groups(cluster.count))
     stages = {name: seconds / cluster.count * uneven for name, seconds in whole.items()}

@@ -36,7 +36,10 @@ ACCEPTED = (
 )
 """Settings that a resumed run may change. Model, recipe and seed must stay, as they determined the
 steps so far."""
-ACCEPTED_ANYWHERE = ("micro_batch", "gradient_checkpointing", "offload_text", "on_failed_reward")
+ACCEPTED_ANYWHERE = (
+    *("micro_batch", "gradient_checkpointing", "kept_blocks", "offload_text"),
+    "on_failed_reward",
+)
 """Component settings that a resumed run may change, as they do not change the expected update."""
 _MOST = 3
 """Largest number of differences that a message lists."""

@@ -178,10 +178,27 @@ def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPa
     heads.
     """
     micro_batch, each = run.recipe.micro_batch, evaluations_per_example
-    one = model.activation_bytes // run.sharding.context_degree
+    kept = round((run.speed.kept_blocks or 0) * model.kept_bytes)
+    one = (model.activation_bytes + kept) // run.sharding.context_degree
     savings = _savings(model, "activations", micro_batch * each)
     savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * one
+    if kept:
+        savings["speed.kept_blocks: 0"] = micro_batch * each * kept // run.sharding.context_degree
     return MemoryPart("activations", micro_batch * each * one, "updating", savings)
+
+
+def find_kept_blocks(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> float:
+    """Return `speed.kept_blocks`, or the largest share that does not raise the peak of `parts`.
+
+    A tenth of the peak is left as a margin, because activations are estimated roughly.
+    """
+    plain = run.offload == "none" and run.quantization.denoiser == "none"
+    if run.speed.kept_blocks is not None or not model.kept_bytes or not plain:
+        return run.speed.kept_blocks or 0.0
+    used = sum(part.num_bytes for part in parts if part.stage in ("always", "updating"))
+    activations = next(part.num_bytes for part in parts if part.name == "activations")
+    whole = activations * model.kept_bytes / model.activation_bytes
+    return max(0.0, min(1.0, int(20 * (0.9 * peak(parts) - used) / whole) / 20))
 
 
 def available(device: str) -> int | None:

@@ -14,6 +14,7 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import Processes, join
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
+from flowalign.runs.planning import settle_kept_blocks
 from flowalign.runs.run_directory import (
     begin_directory,
     check_resume,
@@ -155,6 +156,7 @@ def _open_session(
     # Other ranks have no progress bar, and print long waits directly.
     rewards = run.build_rewards(costs, messages if processes.is_main else say, processes)
     run.load_rewards(rewards)
+    settle_kept_blocks(run, processes.world)
     run.load_policy(processes, costs)
     run.encode_prompts(processes)
     ema = (run.ema.decay, run.ema.every) if run.ema else None

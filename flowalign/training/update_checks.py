@@ -56,6 +56,8 @@ class WeightChecks:
                 self._report_no_gradient(metrics)
             return
         self.seen += 1
+        if self.seen == 1:
+            self._compare_with_eps(metrics)
         if not self.complete:
             self._check_kinds()
         if self.seen <= 2:
@@ -89,6 +91,23 @@ class WeightChecks:
             self.log(
                 f"warning: {update}, because the samples of each prompt have equal rewards "
                 "(zero_std_ratio is 1)"
+            )
+
+    def _compare_with_eps(self, metrics: Mapping[str, float]) -> None:
+        """Warn if Adam's eps, and not the gradient, sets the size of the first update.
+
+        Weights without a gradient are left out, as at first the matrices A of a LoRA.
+        """
+        learner = self.learner
+        count = sum(learner.named[name].numel() for name in learner.reached)
+        norm = min(metrics.get("optim/grad_norm", 0.0), learner.cfg.max_grad_norm)
+        rms, eps = norm / sqrt(max(count, 1)), learner.cfg.eps
+        self.found["check/gradient_rms"] = rms
+        if 0 < rms < eps:
+            self.log(
+                f"warning: the first gradient has a root mean square of {rms:.1e}, below "
+                f"optimizer.eps {eps:g}, so weights move by less than {rms / eps:.0%} of the "
+                f"learning rate: set optimizer.eps to {rms / 1e3:.0e}"
             )
 
     def _check_kinds(self) -> None:

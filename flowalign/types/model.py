@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeVar, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types.ranges import PositiveInt
+from flowalign.types.ranges import PositiveInt, UnitInterval
 from flowalign.types.request import Request
 
 
@@ -59,6 +59,10 @@ class Speed:
     compile: bool = False
     """Whether to compile the blocks with torch.compile, for all batch shapes at once. It takes a
     minute or more at the start."""
+    kept_blocks: UnitInterval | None = None
+    """Share of the blocks that keep their activations although `gradient_checkpointing` is on. Each
+    kept block saves its recomputation; gradients are the same bits. Null: the largest share that
+    does not raise the planned peak of a step, which decoding often sets."""
 
 
 T = TypeVar("T")
@@ -259,6 +263,9 @@ class ModelPlan:
     """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
     """Function from a number of steps to the schedule; it raises ValueError for a wrong one."""
+    kept_bytes: int = 0
+    """Bytes that a share of 1 of the blocks adds to `activation_bytes` by keeping activations. 0:
+    unknown, or nothing is recomputed."""
     decode_bytes: int = 0
     """Peak bytes of decoding, per sample that is decoded at once; a rough estimate."""
     decodes_together: bool = True

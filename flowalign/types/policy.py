@@ -199,6 +199,9 @@ class TrainedNetwork(ABC):
     setup: Setup = Setup()
     """Settings of weight storage and speed; `load` applies them and `plan` accounts for them."""
 
+    gradient_checkpointing: bool = False
+    """Whether the backward pass recomputes activations of the trained networks."""
+
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, to be sharded from there."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowalign.types import Offload, Setup
 from pipelines.network.lora_layers import restore_adapters, speed_up_adapters
 from pipelines.network.quantization import cast_layerwise, quantizers
-from pipelines.network.speed import current_precision, speed_up
+from pipelines.network.speed import current_precision, recompute_blocks, speed_up
 from pipelines.network.weights import (
     DTYPES,
     Lora,
@@ -240,7 +240,7 @@ class Denoisers:
             if self.lora and self.setup.quantization.denoiser == "none":
                 speed_up_adapters(denoiser, self._keeps_parameters)
             if self.gradient_checkpointing:
-                denoiser.enable_gradient_checkpointing()
+                recompute_blocks(denoiser, self.setup.speed.kept_blocks or 0.0)
         for name in self.names:
             keep_dtype(self.components[name])
             self.cast_layerwise(self.components[name])

@@ -18,7 +18,7 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.network.weights import count_gathered, count_trained
 from pipelines.parts.libraries import diffusers, flop_counter
-from pipelines.parts.memory import activations, mask_bytes
+from pipelines.parts.memory import activations, kept_activations, mask_bytes
 
 _PER_SAMPLE = re.compile(
     r"norm|mod|time|pooled|guidance|adaln|scale_shift|temb|\bt_embedder", re.IGNORECASE
@@ -155,15 +155,23 @@ def plan_network(network: Denoisers) -> tuple[Any, dict[str, Any]]:
 
 def plan_activations(
     network: Denoisers, config: Mapping[str, Any], num_tokens: int
-) -> tuple[int, list[Saving]]:
-    """Return the bytes of activations, and the possible saving by recomputing them."""
-    kept, least = (
-        network.dtype.itemsize * activations(config, num_tokens, recomputed)
+) -> tuple[dict[str, int], list[Saving]]:
+    """Return fields of the `ModelPlan`, and the possible saving by recomputing activations.
+
+    `kept_bytes` is an upper bound for UNets, which also recompute layers outside of the blocks.
+    """
+    size = network.dtype.itemsize
+    whole, least = (
+        size * activations(config, num_tokens, recomputed)
         + plan_masks(network, config, num_tokens, recomputed)
-        for recomputed in (network.gradient_checkpointing, True)
+        for recomputed in (False, True)
     )
-    setting = f"{network.checkpointing}: true"
-    return kept, [Saving("activations", setting, kept - least)] if kept > least else []
+    if network.gradient_checkpointing:
+        kept = size * kept_activations(config, num_tokens)
+        masks = plan_masks(network, config, num_tokens, recomputed=False)
+        return {"activation_bytes": least, "kept_bytes": kept + masks}, []
+    saving = Saving("activations", f"{network.checkpointing}: true", whole - least)
+    return {"activation_bytes": whole}, [saving] if whole > least else []
 
 
 def plan_masks(

@@ -105,6 +105,7 @@ def _check_exclusions(setup: Setup) -> None:
         "sharding": f"sharding.weights {weights}" if weights != "replicated" else "",
         "compile": "speed.compile" if setup.speed.compile else "",
         "offload": f"offload {offload}" if offload != "none" else "",
+        "kept": f"speed.kept_blocks {setup.speed.kept_blocks}" if setup.speed.kept_blocks else "",
     }
     for (one, other), reason in _EXCLUSIONS.items():
         if set_to[one] and set_to[other]:
@@ -116,7 +117,10 @@ def _check_exclusions(setup: Setup) -> None:
 
 _UNTESTED = "they were not tested together"
 _PLACES = "both change where or how layers keep their weights"
+_KEPT = "kept blocks would also keep their weights on the device"
 _EXCLUSIONS = {
+    ("offload", "kept"): _KEPT,
+    ("quantization", "kept"): _KEPT,
     ("quantization", "sharding"): "quantized weights cannot be sharded",
     ("quantization", "compile"): "layers that dequantize break the graph",
     ("compile", "sharding"): "gathering weights breaks a compiled graph",

@@ -1,4 +1,4 @@
-"""Selects attention backends and compiles blocks of diffusers networks."""
+"""Selects attention backends, and compiles or recomputes blocks of diffusers networks."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flowalign.types import Reduced, Speed
 from pipelines.parts.libraries import attention_dispatch
@@ -91,6 +92,23 @@ def blocks_of(network: Any) -> list[nn.Module]:
     lists = [list(part) for part in network.modules() if isinstance(part, nn.ModuleList)]
     repeated = [block for part in lists for block in part if block in found]
     return repeated or max(lists, key=len, default=[])
+
+
+def recompute_blocks(network: Any, kept: float) -> None:
+    """Recompute activations in the backward pass, except those of an even share of the blocks.
+
+    The state of random number generators is restored only if a layer draws numbers.
+    """
+    blocks = enumerate(blocks_of(network))
+    keeping = {id(one) for i, one in blocks if int((i + 1) * kept) > int(i * kept)}
+    draws = any(isinstance(one, nn.Dropout) and one.training and one.p for one in network.modules())
+
+    def evaluate(module: Callable[..., Any], *args: Any) -> Any:
+        if id(module) in keeping:
+            return module(*args)
+        return checkpoint(module, *args, use_reentrant=False, preserve_rng_state=draws)
+
+    network.enable_gradient_checkpointing(evaluate)
 
 
 def compile_blocks(network: Any) -> None:

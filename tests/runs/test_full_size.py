@@ -57,3 +57,16 @@ def test_an_h100_used_the_planned_memory_of_decoding(model, part, size):
     policy = load(f"configs/models/{model}.yaml", [*size, "trackers=[]"])[0].policy
     planned = found["gib/reward"] + samples * policy.plan().decode_bytes / 2**30
     assert found["gib/decode"] == pytest.approx(planned, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [("sd35_medium", 0.35), ("sd35_medium", 1), ("flux1_dev", 0.5), ("wan21_1_3b", 0.5)],
+)
+def test_blocks_that_keep_activations_take_the_planned_memory(model, kept):
+    """At published sizes, on the simulated GPU."""
+    changes = [f"speed.kept_blocks={kept}"]
+    found = measure_model(model, *changes)["measured"]["updating"]
+    planned = plan_model(model, *changes)["planned"]["updating"]
+    assert found == pytest.approx(planned, rel=0.1)

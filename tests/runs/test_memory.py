@@ -9,11 +9,11 @@ from flowalign.credit import Branch, Gain
 from flowalign.extra import SpanGRPO
 from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import plan
+from flowalign.runs.planning import memory_parts, plan, settle_kept_blocks
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
-from flowalign.types import ModelPlan, Quantization, Saving, Sharding
+from flowalign.types import ModelPlan, Quantization, Saving, Sharding, Speed
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import as_recipe, new_recipe
 
@@ -347,3 +347,50 @@ def test_main_memory_to_load_weights(changes, model, world, told):
     found = run_memory.loading(replace(shapes(), **{"device": "auto"} | changes), model, world)
     row = found.get("main memory to load weights")
     assert row == told or (told and row and row.startswith(told))
+
+
+RECOMPUTING = replace(MODEL, activation_bytes=200_000_000, kept_bytes=6_000_000_000)
+"""Decoding three samples takes 2.7 GB, and a micro-batch of two would keep 12 GB."""
+
+
+def test_blocks_keep_activations_as_long_as_another_stage_needs_more_memory():
+    run = shapes()
+    parts = [
+        MemoryPart("weights", 5_000_000_000),
+        MemoryPart("decoding", 8_000_000_000, "sampling"),
+        run_memory.update(run, RECOMPUTING, 1),
+    ]
+    before = run_memory.peak(parts)
+    kept = run_memory.find_kept_blocks(run, RECOMPUTING, parts)
+    assert kept == 0.5, "0.9 x 13 GB without 5.4 GB in use, in steps of 0.05"
+    chosen = replace(run, speed=Speed(kept_blocks=kept))
+    parts[-1] = run_memory.update(chosen, RECOMPUTING, 1)
+    assert parts[-1].num_bytes == 2 * (200_000_000 + 3_000_000_000)
+    assert parts[-1].savings["speed.kept_blocks: 0"] == 2 * 3_000_000_000
+    assert run_memory.peak(parts) == before
+
+
+@pytest.mark.parametrize("speed", [Speed(kept_blocks=0.0), Speed(kept_blocks=0.75)])
+def test_a_share_in_the_run_file_is_kept(speed):
+    run = replace(shapes(), speed=speed)
+    assert run_memory.find_kept_blocks(run, RECOMPUTING, []) == speed.kept_blocks
+
+
+def test_more_memory_for_a_faster_update_is_offered():
+    """SD3.5-M: decoding sets the peak, and 8 guided samples are 16 rows."""
+    model = ["configs/models/sd35_medium.yaml"]
+    rows = plan(load(model, ["trackers=[]"])[0])
+    assert rows["blocks that recompute"].endswith("more: speed.kept_blocks: 1")
+    assert "rows per network call" not in rows
+    rows = plan(load(model, ["trackers=[]", "policy.guidance=1.0", "speed.kept_blocks=1"])[0])
+    assert rows["rows per network call"].startswith("8; about 16 fill a GPU and need ")
+    assert "blocks that recompute" not in rows
+
+
+def test_a_started_run_has_the_planned_share():
+    run, _ = load("configs/shapes.yaml", ["policy.gradient_checkpointing=true"])
+    settle_kept_blocks(run)
+    parts = memory_parts(run)
+    share = run_memory.find_kept_blocks(run, run.policy.plan(), parts)
+    assert run.policy.network.setup.speed.kept_blocks == share
+    assert run.speed.kept_blocks is None, "the run file is unchanged"

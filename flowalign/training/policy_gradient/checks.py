@@ -38,6 +38,7 @@ class PolicyGradientChecks:
             return
         with self.costs.paused():  # checks are no cost of training
             drift = replay_drift(self.learner.policy, batch, self.cfg.micro_batch)
+            modes = mode_drift(self.learner.policy, batch, self.cfg.micro_batch)
         self.replayed = bool(drift)
         for k, deviation in drift.items():
             self.weights.found[f"check/ratio_drift_{k}"] = deviation
@@ -56,6 +57,14 @@ class PolicyGradientChecks:
                 "clipping would act on rounding noise.\n"
                 "Make sampling.micro_batch and micro_batch equal, compute in fp32 or fp16, "
                 "or widen the clip."
+            )
+        self.weights.found["check/mode_drift"] = modes
+        if not modes <= self.algorithm.clip / 10:
+            self.weights.fail(
+                f"the same transition has log probabilities that differ by {modes:.1e} with and "
+                f"without gradient, too much for a clip range of {self.algorithm.clip:g}: the "
+                "update would clip what the rollout sampled.\n"
+                "Set speed.compile to false and speed.attention to native, or widen the clip."
             )
 
     def _check_kl(self) -> None:
@@ -93,6 +102,25 @@ def replay_drift(policy: VelocityField, batch: RolloutBatch, micro_batch: int) -
         worst: Tensor = ((logp - part["logp_old"]).exp() - 1).abs().nan_to_num(torch.inf).max()
         drift[k] = torch.maximum(drift[k], worst) if k in drift else worst
     return {k: float(worst) for k, worst in drift.items()}
+
+
+@torch.no_grad()
+def mode_drift(policy: VelocityField, batch: RolloutBatch, micro_batch: int) -> float:
+    """Return the largest |log ratio| between evaluations of a transition with and without gradient.
+
+    Rollouts have no gradient, and compiled blocks or copies of weights may compute them differently
+    than updates. The first transition of the first micro-batch is evaluated.
+    """
+    fields = batch.fields(policy, policy)
+    for one in _all_minibatches(batch, micro_batch):
+        for part in steps_of(one):
+            plain = fields.transition(policy, part)
+            with torch.enable_grad():
+                recorded = fields.transition(policy, part)
+            x = part["x_next"].float()
+            found = log_density(fields.kernel, x, recorded) - log_density(fields.kernel, x, plain)
+            return float(found.abs().nan_to_num(torch.inf).max())
+    return 0.0
 
 
 def _all_minibatches(batch: RolloutBatch, micro_batch: int) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from flowalign.utils.adapters import adapters_off
 from flowalign.utils.errors import ConfigError
 from pipelines.network.speed import blocks_of, check_attention, set_attention, speed_up
 from pipelines.network.weights import Lora, prepare_training
-from tests.fixtures.embedded import FOLDER, new_sd3
+from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_families import TINY
 from tests.fixtures.tiny_flux import build_flux, new_flux1
@@ -209,3 +209,25 @@ def test_saved_weights_are_compared_with_the_backend_that_trained(folder, tmp_pa
     policy = new_flux1(folder, setup=Setup(speed=Speed(attention="_native_math")))
     policy.save_weights(str(tmp_path))
     assert policy.verify_weights(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(("kept", "evaluations"), [(0.0, 10), (0.35, 9), (0.5, 8), (1.0, 5)])
+def test_blocks_that_keep_activations_give_the_same_gradients(kept, evaluations):
+    """Five blocks; the others are evaluated again in the backward pass."""
+    speed = Setup(speed=Speed(kept_blocks=kept))
+    plain, changed = (new_sd3(gradient_checkpointing=on, setup=speed) for on in (False, True))
+    seen: list[str] = []
+    for block in blocks_of(changed.denoiser):
+        block.register_forward_pre_hook(lambda *_: seen.append("block"))
+    grads = []
+    for policy in (plain, changed):
+        move(policy)
+        velocity(policy).square().mean().backward()
+        grads.append([p.grad for p in policy.denoiser.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert len(seen) == evaluations
+
+
+def test_layers_in_main_memory_leave_no_block_its_activations():
+    with pytest.raises(ConfigError, match=r"offload layers and speed\.kept_blocks 0\.5 exclude"):
+        load("configs/models/sd35_medium.yaml", ["offload=layers", "speed.kept_blocks=0.5"])

@@ -256,3 +256,32 @@ def test_gates_change_no_update():
     train(new_recipe(), b, new_rewards(), steps=3)
     for p, q in zip(a.parameters, b.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+class ModeDependent(PixelPolicy):
+    """Computes something else with gradient, as compiled blocks may."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, sigma, cond) + self.shift * torch.is_grad_enabled()
+
+
+def test_kernels_that_differ_with_gradient_are_found_before_an_update():
+    """Rollout and replay have no gradient, so the ratio of the replay is 1."""
+    with pytest.raises(TrainingFailure, match="with and without gradient, too much") as caught:
+        train(new_recipe(algorithm=GRPO(PPOClip(0.2))), new_learner(ModeDependent(0.3)))
+    assert "speed.compile" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
+    (metrics,) = train(new_recipe(algorithm=GRPO(PPOClip(0.2))), new_learner(ModeDependent(1e-4)))
+    assert 0 < metrics["check/mode_drift"] < 0.02
+
+
+@pytest.mark.parametrize(("eps", "warns"), [(1e-8, False), (1.0, True)])
+def test_a_gradient_below_the_eps_of_adam_is_told(eps, warns):
+    told = []
+    (metrics,) = train(new_recipe(), new_learner(eps=eps, max_grad_norm=0.1), log=told.append)
+    assert 0 < metrics["check/gradient_rms"] <= 0.1
+    assert any("below optimizer.eps" in line for line in told) == warns
