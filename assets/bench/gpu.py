@@ -1,11 +1,12 @@
-"""Measure flowalign's speed claims on one GPU in under ten minutes.
+"""Measure flowalign's speed claims on one GPU in nine minutes.
 
-`python -m assets.bench.gpu [--parts parity,ratio] [--limit 180] [--total 600] [--out FILE]`
+`python -m assets.bench.gpu [--parts parity,ratio] [--limit 60] [--total 540] [--out FILE]`
 
 Networks have random weights in the sizes of SD3.5-M and Wan 2.1 1.3B; nothing is downloaded. Each
 part runs in a separate process. If a part fails or times out, its message and its earlier
 measurements are kept. The results are written to one JSON file after each part, and printed as a
-table. Without a GPU the same parts run on the CPU on tiny networks, which only tests that they run.
+table, next to those of `gpu_h100.json`. `--resume` runs the parts that the file lacks. Without a
+GPU the same parts run on the CPU on tiny networks, which only tests that they run.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+RECORDED = Path(__file__).with_name("gpu_h100.json")
+"""Measurements on an H100 with flowalign of November 2026 and torch 2.11."""
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -33,11 +36,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = _arguments(list(PARTS), list(SIZES), argv)
     size = args.size or ("full" if torch.cuda.is_available() else "small")
     found: dict[str, Any] = _header(size, SIZES[size], vars(args))
+    if args.resume and args.out.exists():
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
+        if (earlier["size"]["name"], earlier["machine"]) != (size, found["machine"]):
+            raise SystemExit(f"{args.out} has another size or machine: choose another --out")
+        found["parts"] = {p: one for p, one in earlier["parts"].items() if one["state"] == "done"}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flowalign-gpu-") as folder:
         build_networks(SIZES[size], Path(folder))
         torch.cuda.empty_cache()  # for the processes of the parts
-        for part in args.parts:
+        for part in [one for one in args.parts if one not in found["parts"]]:
             left = args.total - (time.monotonic() - begin)
             found["parts"][part] = run_part(part, size, folder, min(args.limit, left))
             found["seconds"] = time.monotonic() - begin
@@ -80,15 +88,19 @@ def save(found: dict[str, Any], out: Path) -> None:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """Print every figure, by part."""
+    """Print every figure, by part, and its quotient with the recorded one."""
     from flowalign.utils.console import table
 
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["parts"]
     for part, result in found["parts"].items():
         rows = {"state": result["state"]}
         for label, figures in result["figures"].items():
+            before = recorded.get(part, {}).get("figures", {}).get(label, {})
             for name, value in figures.items():
                 shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-                rows[f"{label}: {name}"] = shown
+                compared = found["size"]["name"] == "full" and before.get(name)
+                ratio = f" ({value / compared:.2f} of the recorded)" if compared else ""
+                rows[f"{label}: {name}"] = shown + ratio
         table(f"{part}, {found['machine']['gpu']}", rows)
 
 
@@ -96,10 +108,11 @@ def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> ar
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--parts", default=",".join(parts), help=f"comma-separated parts: {', '.join(parts)}")
-    add("--limit", type=float, default=180.0, help="maximum seconds per part (default: 180)")
-    add("--total", type=float, default=600.0, help="maximum seconds in total (default: 600)")
+    add("--limit", type=float, default=60.0, help="maximum seconds per part (default: 60)")
+    add("--total", type=float, default=540.0, help="maximum seconds in total (default: 540)")
     add("--size", choices=sizes, help="default: full with a GPU, else small")
     add("--out", type=Path, default=Path("runs/bench_gpu.json"))
+    add("--resume", action="store_true", help="keep the finished parts of --out")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
     if unknown := sorted({*args.parts} - {*parts}):

@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,7 +27,15 @@ from assets.bench.gpu_stages import curve, gpu_tests, planned, scoring
 from flowalign.runs import Run, load
 from flowalign.runs.bench import measure, start_temporarily
 from flowalign.types import Speed
-from pipelines.network.speed import check_attention, set_attention, speed_up, usable_attention
+from flowalign.utils.adapters import adapters_off
+from pipelines.network.lora_layers import restore_adapters
+from pipelines.network.speed import (
+    check_attention,
+    recompute_blocks,
+    set_attention,
+    speed_up,
+    usable_attention,
+)
 from pipelines.policy import DiffusersPolicy
 
 Figures = dict[str, float | str]
@@ -109,9 +118,50 @@ def compiling(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
         first = _seconds(size.device, lambda: _backward(policy, *given))
         after = _off(exact, policy, given) | evaluation_seconds(policy, *given)
         gains = {f"gain/{n}": float(before[n]) / float(after[n]) for n in before}
-        return {"seconds/first": first, **after, **gains}
+        recorded = policy.velocity(*given).detach()
+        modes = float((recorded - _velocity(policy, *given)).abs().max())
+        return {"seconds/first": first, "difference_of_modes": modes, **after, **gains}
+
+    def further() -> Figures:
+        with adapters_off(policy.denoiser):
+            reference = _seconds(size.device, lambda: _velocity(policy, *given))
+        fewer = inputs(policy, size, max(1, size.micro_batch // 2))
+        other = _seconds(size.device, lambda: _velocity(policy, *fewer))
+        return {"seconds/first_reference": reference, "seconds/first_other_rows": other}
 
     yield "compiled", attempt(compiled)
+    yield "compiled, reference and other rows", attempt(further)
+
+
+def lora(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time an evaluation of SD3.5-M's network with our LoRA layers, and with those of peft."""
+    policy, given = network(pictures(size, folder, [], None, []), size)
+    exact = _velocity(policy, *given)
+    yield "flowalign", attempt(lambda: evaluation_seconds(policy, *given))
+    restore_adapters(policy.denoiser)
+    same = _off(exact, policy, given)
+    yield "peft", attempt(lambda: same | evaluation_seconds(policy, *given))
+
+
+def kept(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time and memory of an update call by the share of blocks that keep their activations."""
+    policy, _ = network(pictures(size, folder, [], None, []), size)
+    for share in (0.0, 0.35, 0.5, 1.0):
+        recompute_blocks(policy.denoiser, share)
+        found = attempt(partial(_per_sample, policy, size, size.micro_batch))
+        yield f"kept blocks {share:g}", found
+
+
+def decoding(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time the decoder of SD3.5-M's size by memory format."""
+    policy, (x, _, _) = network(pictures(size, folder, [], None, []), size)
+    media = policy.decode(x)
+    for name in ("contiguous_format", "channels_last"):
+        policy.pipe.vae.to(memory_format=getattr(torch, name))
+        policy.decode(x)
+        seconds = _seconds(size.device, lambda: policy.decode(x)) / len(x)
+        off = float((policy.decode(x) - media).abs().max())
+        yield name, {"seconds/sample": seconds, "largest_difference": off}
 
 
 def activations(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
@@ -120,7 +170,7 @@ def activations(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
         changes = [f"policy.gradient_checkpointing={recompute}"]
         run = pictures(size, folder, [], None, changes)
         policy, _ = network(run, size)
-        for rows in (1, 2, 4, 8):
+        for rows in (1, 4, 8, 16) if recompute == "true" else (1, 4, 8):
             found = attempt(partial(_per_sample, policy, size, rows))
             yield f"checkpointing {recompute}, micro-batch {rows}", found
 
@@ -140,6 +190,10 @@ def flow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
     """Measure a step of Flow-GRPO at SD3.5-M's size."""
     few = [f"recipe.sampling.samples_per_prompt={size.group}"]
     yield "a step", attempt(lambda: measured(pictures(size, folder, [], None, few)))
+    earlier = [*few, "speed.kept_blocks=0"]
+    with patch("pipelines.network.denoisers.speed_up_adapters"):
+        old = attempt(lambda: measured(pictures(size, folder, [], None, earlier)))
+    yield "recomputing all blocks, with peft's LoRA layers", old
 
 
 def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
@@ -172,21 +226,24 @@ def wan(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
 
 
 PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
-    "tests": gpu_tests,
-    "parity": parity,
     "ratio": ratio,
-    "attention": attention,
-    "compile": compiling,
-    "planned": planned,
-    "curve": curve,
-    "scoring": scoring,
-    "activations": activations,
     "flow_grpo": flow_grpo,
+    "compile": compiling,
+    "activations": activations,
+    "kept": kept,
+    "lora": lora,
+    "attention": attention,
     "nft": nft,
     "wan": wan,
+    "decoding": decoding,
+    "planned": planned,
     "tempflow_grpo": tempflow_grpo,
+    "parity": parity,
+    "curve": curve,
+    "scoring": scoring,
+    "tests": gpu_tests,
 }
-"""Parts by name, in order."""
+"""Parts by name. The most valuable come first, as time may run out."""
 
 
 def measured(run: Run) -> Figures:

@@ -142,10 +142,24 @@ def _read_file(path: str) -> list[tuple[str, Request]]:
             f"prompts file {path!r} must be text with one prompt per line (.txt or no ending), or\n"
             f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
         )
+    if kind in _TEXTS:
+        about = file.stat()
+        return [*_read_text(path, file, (about.st_mtime_ns, about.st_size))]
     lines = _split_lines(_decode_text(file.read_bytes(), path), path)
-    if kind in _TEXTS and _is_object(lines[0][1]):
+    return _parse_requests(lines, path, file.parent, is_jsonl=True)
+
+
+@lru_cache(maxsize=4)
+def _read_text(
+    path: str,
+    file: Path,
+    stamp: tuple[int, int],  # noqa: ARG001 (a changed file is read again)
+) -> tuple[tuple[str, Request], ...]:
+    """Return the prompts of a text file, which checks, plans and loops of a run read in turn."""
+    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
+    if _is_object(lines[0][1]):
         raise ValueError(f"{path}:{lines[0][0]} is a JSON object: rename the file to .jsonl")
-    return _parse_requests(lines, path, file.parent, is_jsonl=kind in _LINES)
+    return tuple(_parse_requests(lines, path, file.parent, is_jsonl=False))
 
 
 def read_located_requests_once(source: str) -> list[tuple[str, Request]]:

@@ -7,7 +7,6 @@ gaps between tensors.
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from math import ceil
 
 from flowalign.data.requests import read_requests
 from flowalign.runs import run_memory
@@ -79,11 +78,6 @@ LOSSY = (
 """Prefixes of settings that change results; advice names them last."""
 _NAMED = 3
 """Largest number of settings that an out-of-memory message names."""
-_FILLS = 16 * 2.2e12
-"""Operations of a call at which an H100 no longer waits for Python in the backward pass: 16 images
-of 512 pixels of SD3.5-M (docs/results/speed.md)."""
-_MOST_ROWS = 64
-"""Largest number of rows that is advised; smaller models wait for Python anyway."""
 _BY_FUNCTION = {
     "verify_weights": "saved weights",
     "read_encoders": "text encoders",
@@ -209,7 +203,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **run_memory.rows(parts, run_memory.available(run.device)),
-        **speed_rows(run, model, parts),
+        **run_memory.speed_rows(run, model, parts),
         **run_memory.loading(run, model, groups),
         **fit_rows(parts, model.text_bytes > 0),
     }
@@ -240,31 +234,6 @@ def prompt_rows(run: Run, prompts_per_step: int) -> dict[str, str]:
         rows["warning: evaluation"] = (
             f"{shared} of {len(evaluated)} prompts are training prompts: it measures no "
             "generalization. Set evaluation.prompts to held-out prompts"
-        )
-    return rows
-
-
-def speed_rows(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> dict[str, str]:
-    """Return the rows about faster updates that more memory would buy."""
-    update = next(part for part in parts if part.name == "activations")
-    kept = run_memory.find_kept_blocks(run, model, parts)
-
-    def needed(num_bytes: float) -> str:
-        others = [part for part in parts if part is not update]
-        return size(peak([*others, replace(update, num_bytes=round(num_bytes))]) - peak(parts))
-
-    rows = {}
-    if model.kept_bytes and kept < 1:
-        whole = update.num_bytes * (1 + model.kept_bytes / model.activation_bytes)
-        rows["blocks that recompute"] = (
-            f"{1 - kept:.0%}; none needs {needed(whole)} more: speed.kept_blocks: 1"
-        )
-    rows_now = run.recipe.micro_batch * run.policy.evaluations_per_velocity
-    enough = ceil(_FILLS / max(model.evaluation_flops(), 1))
-    if run.device != "cpu" and rows_now < enough <= _MOST_ROWS:
-        more = needed(update.num_bytes * enough / rows_now)
-        rows["rows per network call"] = (
-            f"{rows_now}; about {enough} fill a GPU and need {more} more: recipe.micro_batch"
         )
     return rows
 

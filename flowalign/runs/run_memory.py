@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ _LARGE = 10**9
 _UNVERIFIED = "checkpoints.verify: never"
 _TURNS = ("encoding", "sampling", "updating", "verifying")
 """Stages that take memory one after another."""
+
+
+_FILLS = 16 * 2.2e12
+"""Operations of a call at which an H100 no longer waits for Python in the backward pass: 16 images
+of 512 pixels of SD3.5-M (docs/results/speed.md)."""
+_MOST_ROWS = 64
+"""Largest number of rows that is advised; smaller models wait for Python anyway."""
 
 
 def peak(parts: Sequence[MemoryPart]) -> int:
@@ -199,6 +207,31 @@ def find_kept_blocks(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) ->
     activations = next(part.num_bytes for part in parts if part.name == "activations")
     whole = activations * model.kept_bytes / model.activation_bytes
     return max(0.0, min(1.0, int(20 * (0.9 * peak(parts) - used) / whole) / 20))
+
+
+def speed_rows(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> dict[str, str]:
+    """Return the rows about faster updates that more memory would buy."""
+    update = next(part for part in parts if part.name == "activations")
+    kept = find_kept_blocks(run, model, parts)
+
+    def needed(num_bytes: float) -> str:
+        others = [part for part in parts if part is not update]
+        return size(peak([*others, replace(update, num_bytes=round(num_bytes))]) - peak(parts))
+
+    rows = {}
+    if model.kept_bytes and kept < 1:
+        whole = update.num_bytes * (1 + model.kept_bytes / model.activation_bytes)
+        rows["blocks that recompute"] = (
+            f"{1 - kept:.0%}; none needs {needed(whole)} more: speed.kept_blocks: 1"
+        )
+    rows_now = run.recipe.micro_batch * run.policy.evaluations_per_velocity
+    enough = ceil(_FILLS / max(model.evaluation_flops(), 1))
+    if run.device != "cpu" and rows_now < enough <= _MOST_ROWS:
+        more = needed(update.num_bytes * enough / rows_now)
+        rows["rows per network call"] = (
+            f"{rows_now}; about {enough} fill a GPU and need {more} more: recipe.micro_batch"
+        )
+    return rows
 
 
 def available(device: str) -> int | None:

@@ -53,7 +53,7 @@ class StepWork:
         """Return the number of network evaluations of one kind."""
         return sum(n for name, n in self.evaluations.items() if _kind(name) == kind)
 
-    def of_update(self, passes: int) -> int | float:
+    def of_update(self, passes: int | float) -> int | float:
         """Return the evaluations of the update; one with a backward pass counts `passes` times."""
         return self.count("training") * passes + self.count("frozen")
 

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.types import Offload, Setup
-from pipelines.network.lora_layers import restore_adapters, speed_up_adapters
+from pipelines.network.lora_layers import (
+    restore_adapters,
+    skip_input_casts,
+    speed_up_adapters,
+)
 from pipelines.network.quantization import cast_layerwise, quantizers
 from pipelines.network.speed import current_precision, recompute_blocks, speed_up
 from pipelines.network.weights import (
@@ -237,22 +241,24 @@ class Denoisers:
             denoiser = self.components[name]
             prepare_training(denoiser, self.lora)
             place_adapter(denoiser, denoiser.device)
-            if self.lora and self.setup.quantization.denoiser == "none":
-                speed_up_adapters(denoiser, self._keeps_parameters)
+            self._speed_up_adapter(denoiser)
             if self.gradient_checkpointing:
                 recompute_blocks(denoiser, self.setup.speed.kept_blocks or 0.0)
         for name in self.names:
             keep_dtype(self.components[name])
             self.cast_layerwise(self.components[name])
         for name in self.trained:
-            speed_up(self.components[name], self.setup.speed)
+            speed_up(self.components[name], self.setup.speed, sharded=self.loads_to_cpu)
         return self.join({})
 
-    @property
-    def _keeps_parameters(self) -> bool:
-        """Return whether evaluations in eager mode find the same parameters in each layer."""
-        replaced = self.loads_to_cpu or self.setup.offload != "none"
-        return not replaced and not self.setup.speed.compile
+    def _speed_up_adapter(self, denoiser: Any) -> None:
+        if not self.lora or self.setup.quantization.denoiser != "none":
+            return
+        if self.setup.speed.compile:
+            skip_input_casts(denoiser)
+        else:  # sharding and offloading replace parameters in each evaluation
+            keeps = not self.loads_to_cpu and self.setup.offload == "none"
+            speed_up_adapters(denoiser, keep_copies=keeps)
 
     def cast_layerwise(self, denoiser: Any) -> None:
         """Store a denoiser's layers and adapter in float8 if the setup asks for it."""

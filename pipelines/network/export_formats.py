@@ -191,6 +191,8 @@ def _merge(network: Denoisers, out: str, dtype: torch.dtype) -> float:
     for name in network.trained:
         denoiser = components[name]
         if network.lora is not None:
+            if dtype == torch.float32:  # in bf16 small updates would be lost in rounding
+                torch.nn.Module.to(denoiser, dtype)
             denoiser.fuse_lora()
             denoiser.unload_lora()
         denoiser.requires_grad_(False)

@@ -30,6 +30,18 @@ class LowPrecisionCopy:
     state: tuple[Any, ...] = ()
     value: Tensor | None = None
 
+    def check(self) -> None:
+        """Raise RuntimeError if the weight was written and torch did not count it."""
+        if self.weight is None or self.value is None:
+            return
+        version, pointer, dtype, scale = self.state
+        unchanged = (self.weight._version, self.weight.data_ptr()) == (version, pointer)
+        if unchanged and not torch.equal(self.value, self.weight.detach().to(dtype) * scale):
+            raise RuntimeError(
+                "a weight of the adapter was written through .data or a pointer, so rollouts used "
+                "an old copy: write in place, or call torch.autograd.graph.increment_version"
+            )
+
     def of(self, weight: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         """Return `weight` in this dtype, times `scale`."""
         state = weight._version, weight.data_ptr(), dtype, scale
@@ -53,9 +65,26 @@ def speed_up_adapters(network: nn.Module, keep_copies: bool) -> None:
         layer.copies = (LowPrecisionCopy(), LowPrecisionCopy()) if keep_copies else None
 
 
+def skip_input_casts(network: nn.Module) -> None:
+    """Skip only the casts of inputs, for layers that are compiled.
+
+    A forward pass of each layer would need a graph of each block, and compilation fuses the rest.
+    """
+    for layer in _plain_layers(network):
+        layer.cast_input_dtype_enabled = False
+
+
+def check_copies(network: nn.Module) -> None:
+    """Raise RuntimeError if evaluations without gradient would use outdated copies of weights."""
+    for layer in _plain_layers(network):
+        for copy in vars(layer).get("copies") or ():
+            copy.check()
+
+
 def restore_adapters(network: nn.Module) -> None:
     """Restore the forward pass of peft."""
     for layer in _plain_layers(network):
+        layer.cast_input_dtype_enabled = True
         for name in ("forward", "copies"):
             vars(layer).pop(name, None)
 

@@ -123,7 +123,6 @@ _EXCLUSIONS = {
     ("quantization", "kept"): _KEPT,
     ("quantization", "sharding"): "quantized weights cannot be sharded",
     ("quantization", "compile"): "layers that dequantize break the graph",
-    ("compile", "sharding"): "gathering weights breaks a compiled graph",
     ("context", "compile"): _UNTESTED,
     ("context", "quantization"): _UNTESTED,
     ("context", "offload"): _UNTESTED,
@@ -157,6 +156,11 @@ def _check_sharding(network: Denoisers, setup: Setup) -> None:
         raise ValueError(
             "sharding.weights blocks without policy.lora trains one network in fp32 or bf16, not "
             f"{trained} in {precision}: set policy.lora"
+        )
+    if network.lora is None and setup.speed.compile:
+        raise ValueError(
+            "speed.compile and sharding.weights blocks need a LoRA, as the frozen copy of a whole "
+            "network would share its compiled blocks: set policy.lora, or speed.compile to false"
         )
     if network.computes_at_load:
         raise ValueError(

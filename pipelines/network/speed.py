@@ -111,26 +111,30 @@ def recompute_blocks(network: Any, kept: float) -> None:
     network.enable_gradient_checkpointing(evaluate)
 
 
-def compile_blocks(network: Any) -> None:
+def compile_blocks(network: Any, inside_hooks: bool = False) -> None:
     """Compile each repeated block. A graph break raises torch's error.
 
     All blocks of a class share one limit of graphs. Each kind of block needs several: with and
-    without gradient, and with the adapter off.
+    without gradient, and with the adapter off. Hooks of a block stay outside of its graph with
+    `inside_hooks`, as those of FSDP2 must; copies of such a network are wrong.
     """
-    limit = {"recompile_limit": MOST_GRAPHS}
+    limit: dict[str, Any] = {"recompile_limit": MOST_GRAPHS}
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # before torch 2.15
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
         limit = {}
     for block in blocks_of(network):
-        block.compile(fullgraph=True, dynamic=True, **limit)
+        if inside_hooks:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=True, **limit)
+        else:
+            block.compile(fullgraph=True, dynamic=True, **limit)
 
 
-def speed_up(network: Any, speed: Speed) -> None:
-    """Apply the settings to a loaded network."""
+def speed_up(network: Any, speed: Speed, sharded: bool = False) -> None:
+    """Apply the settings to a loaded network, before it is sharded."""
     if speed.attention != "native":
         set_attention(speed.attention, network)
     if speed.compile:
-        compile_blocks(network)
+        compile_blocks(network, inside_hooks=sharded)
 
 
 def usable_attention() -> Iterator[str]:

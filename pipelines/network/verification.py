@@ -14,6 +14,7 @@ from flowalign.utils.adapters import TRAINED, active_adapters
 from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
 from pipelines.network.context import undivide
 from pipelines.network.denoisers import Denoisers, keep_dtype, place
+from pipelines.network.lora_layers import check_copies
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
 from pipelines.parts.libraries import diffusers
@@ -55,9 +56,14 @@ def verify_saved(network: Denoisers, policy: Policy, folder: str) -> float:
 
     Networks are loaded one at a time, and each is freed before the next one is loaded. Into the
     pipeline of a script only the adapter is loaded, under another name.
+
+    Raises:
+        RuntimeError: The policy evaluated outdated copies of its weights.
     """
     probe = VerificationSamples(policy, len(network.names))
     trained = {name: network.components[name] for name in network.trained}
+    for denoiser in trained.values():
+        check_copies(denoiser)
     with undivide([network.components[n] for n in network.names]), fold_alpha(trained.values()):
         expected = probe.velocity(policy.denoiser)
         differences = [

@@ -253,3 +253,13 @@ def test_a_listing_of_samples_keeps_the_mask_of_each_request(tmp_path):
     assert "mask" not in record.metadata
     again = read_requests(str(tmp_path / "metadata.jsonl"))[0]
     assert (again.mask, again.references) == (request.mask, request.references)
+
+
+def test_a_text_file_is_parsed_again_only_after_it_changed(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red ball\n")
+    first, again = read_requests(str(file)), read_requests(str(file))
+    assert first[0] is again[0]
+    assert first is not again, "a caller may change its list"
+    file.write_text("a blue ball\ntwo cats\n")
+    assert prompts_of(read_requests(str(file))) == ["a blue ball", "two cats"]

@@ -36,7 +36,7 @@ def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
         assert found["_native_math"]["largest_difference"] == 0
         assert 0 < found["native"]["largest_difference"] < 0.03, "the backend makes no difference"
     if part in ("flow_grpo", "tempflow_grpo", "nft", "wan"):
-        (step,) = found.values()
+        step = found["a step"]
         stages = [step[f"seconds/{name}"] for name in ("sample", "decode", "reward", "update")]
         assert min(stages) > 0
         assert step["seconds/step"] == pytest.approx(sum(stages))
@@ -95,6 +95,24 @@ def test_machine_versions_commit_and_settings_are_written_with_the_parts(tmp_pat
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
     with pytest.raises(SystemExit):
         gpu.main(["--parts", "compiled"])
+
+
+def test_a_part_that_is_done_is_not_run_again(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run_part(part, *_):
+        ran.append(part)
+        state = "done" if len(ran) != 2 else "stopped after 60 seconds"
+        return {"state": state, "seconds": 1.0, "figures": {"a step": {"seconds/step": 2.0}}}
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    words = ["--parts", "flow_grpo,nft", "--out", str(tmp_path / "out.json")]
+    gpu.main(words)
+    gpu.main([*words, "--resume"])
+    assert ran == ["flow_grpo", "nft", "nft"]
+    found = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert {one["state"] for one in found.values()} == {"done"}
+    assert "of the recorded" not in capsys.readouterr().out, "sizes differ"
 
 
 def test_one_failure_within_a_part_is_its_message():

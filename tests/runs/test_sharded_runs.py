@@ -329,7 +329,7 @@ FP16 = ["policy.precision=fp16", "device=auto"]
     ("changes", "why"),
     [
         (["sharding.shard_degree=2"], "sharding.weights is replicated; set it to blocks"),
-        (["sharding.weights=blocks", "speed.compile=true"], "exclude each other"),
+        (["sharding.weights=blocks", "speed.compile=true", "policy.lora=null"], "need a LoRA"),
         (["sharding.weights=block"], "blocks"),
         (["sharding.weights=blocks", "policy.lora=null", *FP16], "fp32 or bf16"),
     ],

@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.training.ema import EMA
 from flowalign.training.reference import TrainedWeights
 from flowalign.types import Request
 from flowalign.utils.adapters import adapters_off
-from pipelines.network.lora_layers import restore_adapters
+from pipelines.network.lora_layers import restore_adapters, skip_input_casts
 from pipelines.network.weights import Lora
 from tests.fixtures.embedded import move, new_sd3
 
@@ -74,6 +75,17 @@ def test_outputs_and_gradients_have_the_bits_of_peft(precision, alpha, recompute
     assert all("add_q_proj" in name for name in unused), "text queries of the last block"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_layers_without_input_casts_have_the_bits_of_peft(precision):
+    """For blocks that are compiled."""
+    policy = new(precision)
+    restore_adapters(policy.denoiser)
+    expected = outcome(policy)
+    skip_input_casts(policy.denoiser)
+    found = outcome(policy)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_layer_with_an_adapter_costs_three_more_operations_instead_of_eight():
     policy = new()
     given = inputs(policy)
@@ -129,12 +141,30 @@ def test_copies_follow_every_way_to_change_the_weights(tmp_path):
 
 def test_a_write_that_torch_does_not_count_fails_the_check_of_saved_weights(tmp_path):
     policy = new()
-    with torch.no_grad():
-        policy.velocity(*inputs(policy))
     policy.save_weights(str(tmp_path))
     assert policy.verify_weights(str(tmp_path)) == 0
-    for name, p in policy.denoiser.named_parameters():
-        if p.requires_grad and "lora_B" in name:
-            p.data.mul_(2)
+    given = inputs(policy)
+    with torch.no_grad():
+        before = policy.velocity(*given)
+        for name, p in policy.denoiser.named_parameters():
+            if p.requires_grad and "lora_B" in name:
+                p.data.mul_(2)
+        assert torch.equal(policy.velocity(*given), before), "the copies are old"
+    with pytest.raises(RuntimeError, match="increment_version"):
+        policy.verify_weights(str(tmp_path))
+    torch.autograd.graph.increment_version(policy.denoiser.parameters())
     policy.save_weights(str(tmp_path))
-    assert policy.verify_weights(str(tmp_path)) > 0
+    assert policy.verify_weights(str(tmp_path)) == 0
+
+
+def test_weights_that_are_merged_in_float32_keep_small_updates(tmp_path):
+    policy = new()
+    layer = policy.denoiser.transformer_blocks[0].attn.to_q
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(1e-3)
+    expected = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    assert not torch.equal(expected, layer.base_layer.weight.float())
+    policy.network.export(policy, str(tmp_path), "merged", "fp32")
+    file = tmp_path / "transformer/diffusion_pytorch_model.safetensors"
+    merged = load_file(file)["transformer_blocks.0.attn.to_q.weight"]
+    torch.testing.assert_close(merged, expected.detach(), atol=1e-9, rtol=1e-6)
