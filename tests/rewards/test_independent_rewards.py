@@ -4,11 +4,10 @@ import threading
 
 import pytest
 import torch
-from PIL import Image
 
 from flowalign.rewards.checked import RewardError, RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.function_reward import CallableReward, FunctionReward
+from flowalign.rewards.function_reward import FunctionReward
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.embedded import new_sd3
@@ -182,37 +181,3 @@ def test_a_reward_that_loads_while_the_next_batch_is_sampled_changes_no_noise():
     for plain, beside in zip(sample_beside(False), sample_beside(True), strict=True):
         assert plain.dtype == beside.dtype == torch.float32
         assert torch.equal(plain, beside)
-
-
-@pytest.mark.parametrize(
-    ("function", "images", "kind"),
-    [
-        (lambda images: [type(images).__name__ == "Tensor"], "tensor", "tensor"),
-        (lambda images: [isinstance(images, list)], "pil", "pil"),
-    ],
-)
-def test_images_have_the_asked_form_without_an_annotation(function, images, kind):
-    reward = CallableReward(function, "form", images)
-    assert reward.images == kind
-    assert reward.score(MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["a"])).values.item() == 1.0
-
-
-def takes_list(images: list):
-    return [isinstance(images[0], Image.Image)] * len(images)
-
-
-def takes_tensor(videos: torch.Tensor, colour, **columns):
-    return [[*columns] == ["prompts"] and colour == ["red"] and videos.ndim == 5]
-
-
-def test_the_annotation_decides_and_columns_arrive_by_name():
-    batch = MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["a"], [{"colour": "red"}])
-    for one in (CallableReward(takes_list, images="tensor"), CallableReward(takes_tensor)):
-        assert one.score(batch).values.item() == 1.0
-
-
-@pytest.mark.parametrize("scores", [[1.0], "ab", 3.0, [1.0, "x"]])
-def test_wrong_scores_name_the_reward(scores):
-    reward = CallableReward(lambda images: scores, "mine")
-    with pytest.raises(ValueError, match="reward mine returned"):
-        reward.score(MediaBatch(torch.zeros(2, 1, 3, 2, 2), ["a", "b"]))
