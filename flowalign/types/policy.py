@@ -198,10 +198,8 @@ class TrainedNetwork(ABC):
 
     setup: Setup = Setup()
     """Settings of weight storage and speed; `load` applies them and `plan` accounts for them."""
-
     gradient_checkpointing: bool = False
     """Whether the backward pass recomputes activations of the trained networks."""
-
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, to be sharded from there."""
 
@@ -241,10 +239,7 @@ class TrainedNetwork(ABC):
 
     @abstractmethod
     def check_export(self, folder: str, target: ExportTarget) -> None:
-        """Raise ValueError if the output of `save_weights` in `folder` cannot be exported.
-
-        The check reads configurations, names and shapes, but no weights.
-        """
+        """Raise ValueError if saved weights in `folder` cannot be exported; reads no weights."""
 
     @abstractmethod
     def export(
