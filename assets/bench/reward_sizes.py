@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 import transformers
 from torch import nn
@@ -169,6 +168,8 @@ def _pick_score() -> Reward:
 
 
 def _hpsv2() -> Reward:
+    import open_clip  # 50 MB that readers of the sizes do not need
+
     model = open_clip.CLIP(**open_clip.get_model_config("ViT-H-14"))
 
     def score(count: int) -> None:

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from drawing import BLACK, BLUE, GREEN, ORANGE
+from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent.parent / "docs" / "results"
@@ -66,7 +63,8 @@ def draw(chart: Chart, rows: list[dict[str, str]]) -> Any:
     """Return a figure with one row per label and one bar per column."""
     height = 0.8 / len(chart.values)
     size = 1.0 + 0.34 * len(rows) * (1 + 0.5 * (len(chart.values) - 1))
-    fig, axes = plt.subplots(figsize=(8, size), dpi=110, layout="constrained")
+    fig = Figure(figsize=(8, size), dpi=110, layout="constrained")
+    axes = fig.subplots()
     for k, header in enumerate(chart.values):
         places = [i - 0.4 + height * (k + 0.5) for i in range(len(rows))]
         values = [_numbers(row[header])[0] for row in rows]

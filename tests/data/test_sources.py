@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ from flowalign.data import PreferenceDataset, open_dataset, read_requests
 from flowalign.data.media.decode import decode
 from flowalign.data.readers import parse_columns
 from flowalign.types import Request, prompts_of
-from flowalign.utils.imports import LazyModule
 
-datasets: Any = LazyModule("datasets")  # 80 MB that other tests do not need
+
+def datasets() -> Any:
+    """Return the library, which takes 80 MB that other tests do not need."""
+    return import_module("datasets")
 
 
 def picture(k: int, mode: str = "RGB") -> Image.Image:
@@ -62,7 +65,7 @@ def to_file(folder: Path, rows: list[dict]) -> str:
 
 
 def table_of(rows: list[dict]) -> Any:
-    return datasets.Dataset.from_list(rows)
+    return datasets().Dataset.from_list(rows)
 
 
 FORMS = {
@@ -70,7 +73,7 @@ FORMS = {
     "dataset": table_of,
     "torch": lambda rows: table_of(rows).with_format("torch"),
     "stream": lambda rows: table_of(rows).to_iterable_dataset(),
-    "generator": lambda rows: datasets.IterableDataset.from_generator(lambda: iter(rows)),
+    "generator": lambda rows: datasets().IterableDataset.from_generator(lambda: iter(rows)),
     "transform": lambda rows: table_of(rows).with_transform(lambda batch: batch),
 }
 
@@ -154,7 +157,7 @@ def test_a_column_map_of_the_command_line_is_parsed():
         (iter(PAIRS), None, r"list_iterator. An iterator can be read once only: give list\("),
         ({"prompt": ["a"]}, None, r"dictionary of columns \['prompt'\]. Give Dataset.from_dict"),
         (
-            lambda: datasets.DatasetDict(train=table_of(PAIRS)),
+            lambda: datasets().DatasetDict(train=table_of(PAIRS)),
             None,
             r"splits \['train'\]. Give one of",
         ),
@@ -223,13 +226,13 @@ def test_a_dataset_of_the_hub_is_a_stream_of_one_split(monkeypatch):
         asked.append((path, revision, split, streaming, [*options]))
         stream = table_of(PAIRS).to_iterable_dataset()
         if path == "o/none":
-            raise datasets.exceptions.DatasetNotFoundError("Dataset 'o/none' doesn't exist\nmore")
-        return stream if split else datasets.IterableDatasetDict(train=stream, test=stream)
+            raise datasets().exceptions.DatasetNotFoundError("Dataset 'o/none' doesn't exist\nmore")
+        return stream if split else datasets().IterableDatasetDict(train=stream, test=stream)
 
     def build(path, revision):
         from datasets.packaged_modules.parquet.parquet import ParquetConfig
 
-        config = ParquetConfig() if path == "o/n" else datasets.BuilderConfig()
+        config = ParquetConfig() if path == "o/n" else datasets().BuilderConfig()
         return SimpleNamespace(config=config)
 
     monkeypatch.setattr("datasets.load_dataset", load)
