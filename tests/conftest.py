@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def _refuse_to_fork() -> NoReturn:
 
 os.fork = _refuse_to_fork
 _FILE = pytest.StashKey[Path]()
+_MARKED = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.(slow|gpu)\b", re.MULTILINE)
 
 
 def pytest_addoption(parser):
@@ -50,10 +52,10 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Import no file of slow tests for a run without them: a worker imports all other files."""
-    if collection_path.suffix == ".py" and "not slow" in config.option.markexpr:
-        text = collection_path.read_text(encoding="utf-8")
-        return "\npytestmark = pytest.mark.slow\n" in text or None
+    """Import no file of slow or GPU tests for a run without them: a worker imports all others."""
+    if collection_path.suffix == ".py":
+        found = _MARKED.search(collection_path.read_text(encoding="utf-8"))
+        return (found and f"not {found[1]}" in config.option.markexpr) or None
     return None
 
 

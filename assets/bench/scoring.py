@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -36,6 +35,8 @@ class RandomClip(RewardModel, Loadable):
     def load(self) -> None:
         """Create the network with random weights."""
         torch.manual_seed(0)
+        import open_clip
+
         self.network = open_clip.create_model(self.name).eval().to(self.device)
         self.tokens = open_clip.get_tokenizer(self.name)
         self.side = self.network.visual.image_size[0]
