@@ -91,6 +91,7 @@ def replays():
                 yield pytest.param("embedded", kernel, dtype, id=f"embedded-{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "kernel", "dtype"), replays())
 def test_replay_reproduces_every_stored_log_probability_exactly(which, kernel, dtype, request):
     policy = pixel_policy() if which == "pixel" else request.getfixturevalue("sd3")

@@ -112,6 +112,7 @@ def uneven(processes):
     return met, metrics["distance"], flat(learner.policy.denoiser)
 
 
+@pytest.mark.slow
 def test_processes_with_uneven_rows_make_the_step_of_one_process(tmp_path):
     (met, distance, one), (also, same, other) = on_ranks(uneven, 2, tmp_path)
     assert met == also == [2, 1]

@@ -157,6 +157,7 @@ def test_every_number_of_a_run_file_says_its_range():
             assert len(bare) == len(ranged), f"{cls.__name__}.{name}: {annotation} has no range"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", NEVER)
 def test_no_component_takes_a_number_that_is_not_one(value):
     tried = 0

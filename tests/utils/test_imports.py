@@ -54,6 +54,7 @@ def run_beside_a_folder(folder: Path, script: str, package: bool) -> subprocess.
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "package"), [(OURS_FIRST, True), (OURS_FIRST, False), (THEIRS_FIRST, True)]
 )

@@ -62,6 +62,7 @@ def outcome(policy):
     return {"plain": plain, "v": v.detach(), **grads}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("alpha", [2, 4, 6, 8])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
