@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
@@ -23,7 +22,7 @@ from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradie
 from flowalign.types import plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
-from tests.fixtures.ranks import join_gloo, start_ranks
+from tests.fixtures.ranks import results_of_two
 from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train
 
 pytestmark = pytest.mark.slow
@@ -128,19 +127,14 @@ RUNS = {
 }
 
 
-def _one_of_two(rank, names, folder):
-    processes = join_gloo(rank, 2, folder)
-    for name in names:
-        work, argument = RUNS[name]
-        torch.save(work(processes, argument), f"{folder}/{name}{rank}")
-        dist.barrier()
-    dist.destroy_process_group()
+def _made(name, folder, processes):
+    work, argument = RUNS[name]
+    return work(processes, argument)
 
 
 def _on_two(names, folder):
     """Run on the same two processes; a call combines the results of the two ranks."""
-    start_ranks(_one_of_two, 2, names, str(folder))
-    return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
+    return results_of_two(_made, names, folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from flowalign.data.requests import Requests
 from flowalign.extra import TDM
@@ -19,7 +18,7 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.ranks import join_gloo, start_ranks
+from tests.fixtures.ranks import results_of_two
 from tests.fixtures.training import ALONE, PROMPTS, checked, flat, new_learner
 
 FAST = Optimizer(learning_rate=1e-2, weight_decay=0.0)
@@ -84,27 +83,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(settings, tmp_path):
     assert torch.equal(weights(other), weights(learner))
 
 
-def _one_of_two(rank, folder):
-    processes = join_gloo(rank, 2, folder)
-    for name, settings in (("plain", PLAIN), ("rewarded", REWARDED)):
-        loop, learner = opened(recipe(**settings), processes, fail_on="ccc")
-        metrics = untimed(loop.run(range(3)))
-        torch.save((weights(learner), metrics), f"{folder}/{name}{rank}")
-    dist.destroy_process_group()
+KINDS = {"plain": PLAIN, "rewarded": REWARDED}
+
+
+def _made(kind, folder, processes):
+    loop, learner = opened(recipe(**KINDS[kind]), processes, fail_on="ccc")
+    metrics = untimed(loop.run(range(3)))
+    return weights(learner), metrics
 
 
 @pytest.mark.slow
 def test_two_processes_make_the_updates_of_one(tmp_path):
-    start_ranks(_one_of_two, 2, str(tmp_path))
-    for name, settings in (("plain", PLAIN), ("rewarded", REWARDED)):
-        first, second = (
-            torch.load(tmp_path / f"{name}{rank}", weights_only=True) for rank in (0, 1)
-        )
+    results = results_of_two(_made, KINDS, tmp_path)
+    for kind in KINDS:
+        first, second = results(kind)
         assert torch.equal(first[0], second[0])
         assert first[1] == second[1]
-        loop, learner = opened(recipe(**settings), fail_on="ccc")
-        metrics = untimed(loop.run(range(3)))
-        torch.testing.assert_close(first[0], weights(learner), atol=1e-6, rtol=1e-6)
+        alone, metrics = _made(kind, tmp_path, ALONE)
+        torch.testing.assert_close(first[0], alone, atol=1e-6, rtol=1e-6)
         for ours, theirs in zip(metrics, first[1], strict=True):
             assert ours.keys() == theirs.keys()
             for key, value in ours.items():

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
 
 from flowalign.distributed.processes import Processes
@@ -32,7 +31,7 @@ from pipelines.network.weights import Lora
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import as_recipe, pairs, recipe, train
-from tests.fixtures.ranks import join_gloo, start_ranks
+from tests.fixtures.ranks import results_of_two
 from tests.fixtures.scored import batch_of
 from tests.fixtures.small_run import Killed, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run
@@ -430,23 +429,18 @@ def test_points_times_and_losses_that_do_not_fit_are_refused(tmp_path):
 # Two processes ------------------------------------------------------------------------------------
 
 
-def _one_of_two(rank: int, folder: str) -> None:
-    processes = join_gloo(rank, 2, folder)
-    for kind in ("regression", "gradient"):
-        mine = Path(folder) / f"of{rank}"
-        mine.mkdir(exist_ok=True)
-        torch.save(run_of(mine, kind, processes), f"{folder}/{kind}{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+def _made(kind: str, folder: Path, processes: Processes):
+    mine = folder / f"of{processes.rank}"
+    mine.mkdir(exist_ok=True)
+    return run_of(mine, kind, processes)
 
 
 @pytest.mark.slow
 def test_two_processes_make_the_updates_and_metrics_of_one(tmp_path):
-    start_ranks(_one_of_two, 2, str(tmp_path))
-    for kind in ("regression", "gradient"):
-        first, second = (
-            torch.load(tmp_path / f"{kind}{rank}", weights_only=True) for rank in (0, 1)
-        )
+    kinds = "regression", "gradient"
+    results = results_of_two(_made, kinds, tmp_path)
+    for kind in kinds:
+        first, second = results(kind)
         assert torch.equal(first[0], second[0]), "ranks hold different weights"
         weights, metrics = run_of(tmp_path, kind)
         assert_close(first[0], weights, atol=1e-6, rtol=1e-6)

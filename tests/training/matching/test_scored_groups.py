@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
 
 from flowalign.credit.branch import Branch
@@ -34,7 +33,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import as_recipe, recipe, train
-from tests.fixtures.ranks import join_gloo, start_ranks
+from tests.fixtures.ranks import results_of_two
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import Killed, Mortal, go, new_run, weigh
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
@@ -450,29 +449,21 @@ def _made(name: str, folder: Path, processes: Processes):
     return flat(learner.policy.denoiser), kept
 
 
-def _one_of_two(rank: int, folder: str):
-    processes = join_gloo(rank, 2, folder)
-    for name in RUNS:
-        torch.save(_made(name, Path(folder), processes), f"{folder}/{name}{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> Path:
+def on_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     groups(folder)
-    start_ranks(_one_of_two, 2, str(folder))
-    return folder
+    return folder, results_of_two(_made, RUNS, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
-    first, second = (torch.load(on_two / f"{name}{rank}", weights_only=True) for rank in (0, 1))
+    folder, results = on_two
+    first, second = results(name)
     assert torch.equal(first[0], second[0]), "ranks hold different weights"
     assert first[1] == second[1], "ranks report different metrics"
-    weights, metrics = _made(name, on_two, ALONE)
+    weights, metrics = _made(name, folder, ALONE)
     assert_close(first[0], weights, atol=1e-6, rtol=1e-6)
     for ours, theirs in zip(metrics, first[1], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import tensor
 from torch.nn.functional import adaptive_avg_pool2d
@@ -44,7 +43,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import jsonl, logit, paint, painted, recipe, shade, stored, train
-from tests.fixtures.ranks import join_gloo, start_ranks
+from tests.fixtures.ranks import results_of_two
 from tests.fixtures.training import ALONE, flat, new_learner
 
 
@@ -875,33 +874,25 @@ def _made(name: str, folder: Path, processes: Processes):
     return flat(learner.policy.denoiser), [*kept, shown], loss_state, learner.num_updates
 
 
-def _one_of_two(rank: int, folder: str):
-    processes = join_gloo(rank, 2, folder)
-    for name in RUNS:
-        torch.save(_made(name, Path(folder), processes), f"{folder}/{name}{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> Path:
+def on_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     painted(folder, 7)
     painted(folder, 3, "shown")
     (folder / "prompts.txt").write_text("ab\ndd\nccc\neeee\n")
-    start_ranks(_one_of_two, 2, str(folder))
-    return folder
+    return folder, results_of_two(_made, RUNS, folder)
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.slow
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
-    first, second = (torch.load(on_two / f"{name}{rank}", weights_only=True) for rank in (0, 1))
+    folder, results = on_two
+    first, second = results(name)
     assert torch.equal(first[0], second[0]), "ranks hold different weights"
     for ours, theirs in zip(first[1], second[1], strict=True):
         assert ours == theirs, "ranks report different metrics"
     assert first[2:] == second[2:]
-    weights, metrics, loss_state, updates = _made(name, on_two, ALONE)
+    weights, metrics, loss_state, updates = _made(name, folder, ALONE)
     assert updates > 0
     assert first[3] == updates
     assert first[2] == pytest.approx(loss_state, rel=1e-4)
