@@ -21,6 +21,7 @@ main()
 """The command, with another run file behind its options."""
 
 
+@pytest.mark.always
 def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
     file = tmp_path / "short.yaml"
     content = yaml.safe_load((ROOT / "configs/shapes_crd.yaml").read_text())
