@@ -22,7 +22,7 @@ ROUNDING_TESTS := tests/contracts/pipelines/test_krea2.py tests/contracts/pipeli
   tests/functional/test_signal.py tests/training/matching/test_references.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test test-all older-cpu matrix lint bench bench-gpu docs venv
+.PHONY: help demo quick unit test test-all test-long older-cpu matrix lint bench bench-gpu docs venv
 
 help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -43,6 +43,10 @@ test: $(STAMP) ## lint, unit tests, and the half of the slow tests that a versio
 test-all: $(STAMP) ## lint and all tests, 18 minutes
 	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
+
+test-long: $(STAMP) ## stop training at 14 random moments of each kind and compare every bit, half an hour
+	FLOWALIGN_KILLS=14 $(BIN)/pytest -q -m 'not gpu' tests/runs/test_stops.py \
+	  tests/runs/test_restarts.py tests/training/test_checkpoint.py tests/cli/test_stopped_verbs.py
 
 older-cpu: $(STAMP) ## tests of rounding on the kernels of an older CPU, a minute
 	$(OLDER_CPU) $(BIN)/pytest -q -m 'not gpu' -k 'test_krea2 or test_policies or not slow' $(ROUNDING_TESTS)

@@ -253,6 +253,8 @@ def _meet(device: torch.device, rank: int, world: int) -> None:
 
     def work() -> None:
         try:
+            if own:
+                torch.cuda.set_device(own)  # every thread has its own current device
             dist.init_process_group(backend, timeout=SOON, **options)
         except Exception as error:  # noqa: BLE001 (raised below)
             errors.append(error)

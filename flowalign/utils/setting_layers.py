@@ -123,9 +123,11 @@ def _read_value(key: str, text: str) -> Any:
     if text in ("null", "~"):
         return None
     try:
-        return parse_yaml(text) if text.startswith(("[", "{")) else text
+        is_yaml = text.startswith(("[", "{")) or re.fullmatch(r"[\d:]+:\d+", text)  # 1:30 is 90
+        return parse_yaml(text) if is_yaml else text
     except yaml.YAMLError as error:
-        raise ConfigError(f"--{key}: {text!r} is no YAML") from error
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"--{key}: {text!r} is no YAML: {why}") from error
 
 
 def _set_key(base: Any, keys: Sequence[str], key: str, value: Any) -> Any:

@@ -187,6 +187,8 @@ def test_a_mapping_changes_a_group_and_replaces_names():
         (["--recipe.sampling.num_ste", "3"], "did you mean recipe.sampling.num_steps"),
         (["--num_steps"], "expected one argument"),
         (["stray"], "stray"),
+        (["--num_steps", "1:30"], "1:30 (line 1) is 90 in YAML: write that number"),
+        (["optimizer={warmup: 010}"], "010 (line 1) is 8 in YAML: write that number"),
         (
             ["--policy.lora.target_modules", "all-linear"],
             "target_modules is all-linear; it must be a list, such as [all-linear]",
