@@ -98,9 +98,11 @@ def stop_between_steps() -> Iterator[Callable[[], int]]:
     may both send one; use SIGKILL to stop immediately.
     """
     asked: list[int] = []
+    # A terminal sends Ctrl-C to a launcher as well, which forwards it.
+    copies = 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
     def handler(number: int, _: object) -> None:
-        if number == signal.SIGINT and number in asked:
+        if number == signal.SIGINT and asked.count(number) > copies:
             raise KeyboardInterrupt
         asked.append(number)
 

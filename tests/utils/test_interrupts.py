@@ -55,6 +55,15 @@ def test_a_second_ctrl_c_does_not_wait():
         assert stop() == signal.SIGINT
 
 
+def test_under_a_launcher_the_copy_of_a_ctrl_c_waits_and_the_next_one_does_not(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "flowalign")
+    with stop_between_steps() as stop:
+        send(signal.SIGINT, signal.SIGINT)
+        assert stop() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
 def test_between_steps_goes_before_at_once_and_gives_way_to_it_again():
     with sigterm_stops():
         with stop_between_steps():
