@@ -116,7 +116,7 @@ def _list_nearest(word: str, known: Sequence[str], key: str = "") -> str:
         return _list_nearest(word.rpartition(".")[0], known, key)
     if elsewhere := _find_elsewhere(last, siblings, known):
         return f"did you mean {' or '.join(elsewhere)}?"
-    near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(last, siblings, n=3, cutoff=0.51)
     if near:
         return f"did you mean {' or '.join(siblings[name] for name in near)}?"
     return f"allowed here: {', '.join(siblings)[:200] or 'nothing'}"
