@@ -65,7 +65,9 @@ def _print(listed: "Sequence[ShippedFile | Combination]", with_memory: bool) -> 
 
 
 def _describe(recipe: "ShippedFile | Combination", with_memory: bool) -> str:
-    from flowalign.runs.combinations import memory_of
+    memory = []
+    if with_memory:
+        from flowalign.runs.combinations import memory_of
 
-    memory = [f"memory {memory_of(recipe)};"] if with_memory else []
+        memory = [f"memory {memory_of(recipe)};"]
     return " ".join([*memory, recipe.about, *(f"arXiv:{paper}" for paper in recipe.papers)])
