@@ -198,15 +198,20 @@ def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPa
 def find_kept_blocks(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> float:
     """Return `speed.kept_blocks`, or the largest share that does not raise the peak of `parts`.
 
-    A tenth of the peak is left as a margin, because activations are estimated roughly.
+    A tenth of the memory that stages take in turns is left as a margin, because activations are
+    estimated roughly.
     """
     plain = run.offload == "none" and run.quantization.denoiser == "none"
     if run.speed.kept_blocks is not None or not model.kept_bytes or not plain:
         return run.speed.kept_blocks or 0.0
-    used = sum(part.num_bytes for part in parts if part.stage in ("always", "updating"))
+    always, updating = (
+        sum(part.num_bytes for part in parts if part.stage == stage)
+        for stage in ("always", "updating")
+    )
     activations = next(part.num_bytes for part in parts if part.name == "activations")
     whole = activations * model.kept_bytes / model.activation_bytes
-    return max(0.0, min(1.0, int(20 * (0.9 * peak(parts) - used) / whole) / 20))
+    room = 0.9 * (peak(parts) - always) - updating
+    return max(0.0, min(1.0, int(20 * room / whole) / 20))
 
 
 def speed_rows(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> dict[str, str]:
