@@ -185,5 +185,5 @@ def test_a_ray_worker_of_a_new_cluster_stops_and_saves_after_the_step(tmp_path):
     output = finish(command, 143)
     told = json.loads((folder / "summary.json").read_text())
     assert told["status"] == "interrupted", output
-    assert "restart" not in output
+    assert "flowalign: restart" not in output
     assert newest(folder) >= 1
