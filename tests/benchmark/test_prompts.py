@@ -48,6 +48,8 @@ def test_tables_json_and_folders_become_requests(tmp_path):
         ("a.csv", "Prompt\n\nx\n ,\n", "a.csv:3: expected a row with a text in column 'Prompt'"),
         ("a.json", '"text"', "a.json must hold a list of rows, got str"),
         ("a.tsv", "Text\nx\n", "a.tsv:2: expected a row with a text in column 'Prompt'"),
+        ("a.csv", 'Prompt\n"a cat\nx\n', "a.csv is no table in UTF-8, or has a wrong quote"),
+        ("a.json", "[" * 100_000, "nested too deep"),
         ("none.csv", None, "does not exist"),
     ],
 )

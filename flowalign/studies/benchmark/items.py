@@ -83,8 +83,13 @@ def _read(path: Path, name: str, source: PromptSource) -> list[Request]:
         files = _text_files(path)
         return [Request(f.read_text("utf-8").strip(), metadata={"file": f.name}) for f in files]
     if path.suffix in _TABLES and path.is_file():
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            rows = list(csv.DictReader(stream, delimiter=_TABLES[path.suffix]))
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                rows = list(csv.DictReader(stream, delimiter=_TABLES[path.suffix], strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{name} is no table in UTF-8, or has a wrong quote: {error}"
+            ) from error
         return [_parse(row, f"{name}:{n}", source.column) for n, row in enumerate(rows, 2)]
     if path.suffix == ".json" and path.is_file():
         content = read_json(path)
