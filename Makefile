@@ -44,9 +44,10 @@ test-all: $(STAMP) ## lint and all tests, 18 minutes
 	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
 
-test-long: $(STAMP) ## stop training at 14 random moments of each kind and compare every bit, half an hour
+test-long: $(STAMP) ## stop training at random moments and compare every bit; 40 toy steps of every method, hours
 	FLOWALIGN_KILLS=14 $(BIN)/pytest -q -m 'not gpu' tests/runs/test_stops.py \
 	  tests/runs/test_restarts.py tests/training/test_checkpoint.py tests/cli/test_stopped_verbs.py
+	$(BIN)/pytest -q -m '' -rs tests/matrix/learn_methods.py
 
 older-cpu: $(STAMP) ## tests of rounding on the kernels of an older CPU, a minute
 	$(OLDER_CPU) $(BIN)/pytest -q -m 'not gpu' -k 'test_krea2 or test_policies or not slow' $(ROUNDING_TESTS)

@@ -29,11 +29,7 @@ from tests.fixtures.doc_runs import Desk, understood
 BASH, PYTHON, YAML = ([*all_blocks(language)] for language in ("bash", "python", "yaml"))
 MARKED = [command for block in BASH if block.needs for command in commands(block)]
 COMMANDS = [command for block in BASH for command in commands(block)]
-_BEFORE_INSTALLING = (
-    ["git", "clone", "https://github.com/OWNER/flowalign"],
-    ["cd", "flowalign"],
-    ["source", ".venv/bin/activate"],
-)
+_BEFORE_INSTALLING = (["source", ".venv/bin/activate"],)
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex"}
 
 
