@@ -22,7 +22,7 @@ ROUNDING_TESTS := tests/contracts/pipelines/test_krea2.py tests/contracts/pipeli
   tests/functional/test_signal.py tests/training/matching/test_references.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test test-all test-long older-cpu matrix lint bench bench-gpu docs venv
+.PHONY: help demo quick unit test test-all test-long pythons older-cpu matrix lint bench bench-gpu docs venv
 
 help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -39,6 +39,7 @@ unit: $(STAMP) ## the unit tests, 75 seconds
 test: $(STAMP) ## lint, unit tests, and the half of the slow tests that a version draws, 12 minutes
 	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 2
+	$(MAKE) pythons
 
 test-all: $(STAMP) ## lint and all tests, 18 minutes
 	$(MAKE) --jobs 2 lint older-cpu
@@ -48,6 +49,12 @@ test-long: $(STAMP) ## stop training at random moments and compare every bit; 40
 	FLOWALIGN_KILLS=14 $(BIN)/pytest -q -m 'not gpu' tests/runs/test_stops.py \
 	  tests/runs/test_restarts.py tests/training/test_checkpoint.py tests/cli/test_stopped_verbs.py
 	$(BIN)/pytest -q -m '' -rs tests/matrix/learn_methods.py
+
+pythons: ## readers and the functional core in .venv-3.11, .venv-3.12 and .venv-3.13, where they exist
+	@for version in 3.11 3.12 3.13; do \
+	  if test -x .venv-$$version/bin/pytest; then \
+	    .venv-$$version/bin/pytest -q tests/functional tests/data/media tests/data/test_readers.py || exit 1; \
+	  else echo "Python $$version is not tested: no environment .venv-$$version"; fi; done
 
 older-cpu: $(STAMP) ## tests of rounding on the kernels of an older CPU, a minute
 	$(OLDER_CPU) $(BIN)/pytest -q -m 'not gpu' -k 'test_krea2 or test_policies or not slow' $(ROUNDING_TESTS)
