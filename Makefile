@@ -45,7 +45,7 @@ test-all: $(STAMP) ## lint and all tests, 18 minutes
 	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
 
-test-long: $(STAMP) ## stop training at random moments and compare every bit; 40 toy steps of every method, hours
+test-long: $(STAMP) ## random stops compared bit by bit, and 40 toy steps of every method, hours
 	FLOWALIGN_KILLS=14 $(BIN)/pytest -q -m 'not gpu' tests/runs/test_stops.py \
 	  tests/runs/test_restarts.py tests/training/test_checkpoint.py tests/cli/test_stopped_verbs.py
 	$(BIN)/pytest -q -m '' -rs tests/matrix/learn_methods.py
