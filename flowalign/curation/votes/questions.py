@@ -229,7 +229,8 @@ def _check_vote(row: Any) -> None:
             raise TypeError(f"{name} is {row.get(name)!s:.40}")
     for name in ("ranks", "ratings"):
         answers = row.get(name, {})
-        for one in answers.values() if isinstance(answers, dict) else [None]:
+        values: list[Any] = [*answers.values()] if isinstance(answers, dict) else [None]
+        for one in values:
             fits = isinstance(one, list) and len(one) == len(row["images"])
             if not fits or not all(isinstance(x, int | float) for x in one):
                 raise TypeError(f"{name} are no numbers of the {len(row['images'])} images")
