@@ -276,10 +276,17 @@ def open_video(medium: Media, fault: str = "truncated or damaged") -> Iterator[t
     av = import_optional("av", "video")
     with explain_damage(medium.name, "video"):
         try:
-            with av.open(medium.source, metadata_errors="ignore") as container:
+            with open_container(medium.source) as container:
                 yield container, _find_video_stream(container, medium.name)
         except av.FFmpegError as error:
             raise MediaProblem(f"{fault} video: {medium.name} ({error.strerror})") from error
+
+
+def open_container(source: Any) -> Any:
+    """Open a path or a file of bytes with av; text that is not UTF-8 is left out."""
+    av = import_optional("av", "video")
+    older = int(av.__version__.partition(".")[0]) < 19
+    return av.open(source, **({"metadata_errors": "ignore"} if older else {}))
 
 
 def _find_video_stream(container: Any, name: str) -> Any:

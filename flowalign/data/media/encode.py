@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from flowalign.data.media.decode import open_container
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media.pixels import EXACT, encode_loop, spread_frames, to_bytes
 from flowalign.types import Sound
@@ -258,7 +259,7 @@ def _decode_sound(source: Any) -> Sound | None:
     import av
 
     container: Any
-    with av.open(source, metadata_errors="ignore") as container:
+    with open_container(source) as container:
         stream = next(iter(container.streams.audio), None)
         if stream is None:
             return None
