@@ -79,12 +79,14 @@ def _check_configurations(folder: Path, library: str, kind: str) -> None:
 def check_headers(folder: Folder, unread: Collection[str] = ()) -> None:
     """Compare the tensors in the weight files of a local folder with those of its networks.
 
-    Only the headers of files are read. Components with a name prefix in `unread` are left out.
+    Only the headers of files are read. Components with a name prefix in `unread` are left out, and
+    folders that hold configurations alone.
 
     Raises:
         ValueError: A file is missing or damaged, or tensors are missing or have other shapes.
     """
-    if folder.loaded or not Path(folder.root).exists():
+    there = {file.suffix for file in Path(folder.root).glob("*/*")}
+    if folder.loaded or not there & {".safetensors", ".bin"}:
         return
     for name, (library, kind) in folder.components().items():
         if library in _STEMS and name not in folder.skipped and not name.startswith((*unread, "/")):

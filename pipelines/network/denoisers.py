@@ -98,7 +98,7 @@ def _cast_inputs(
 def _cast(value: Any) -> Any:
     """Return a float32 tensor as autocast converts it for a product, and other values unchanged."""
     wide = isinstance(value, Tensor) and value.dtype == torch.float32
-    if not wide or not torch.is_autocast_enabled(value.device.type):
+    if not wide or value.is_meta or not torch.is_autocast_enabled(value.device.type):
         return value
     return value.to(torch.get_autocast_dtype(value.device.type))
 

@@ -103,7 +103,8 @@ def _plain_layers(network: nn.Module) -> list[Any]:
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the output of a layer under autocast, which converts the operands of each product."""
-    if args or kwargs or layer.merged or not torch.is_autocast_enabled(x.device.type):
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if args or kwargs or layer.merged or not autocast:
         return type(layer).forward(layer, x, *args, **kwargs)
     result = layer.base_layer(x)
     if layer.disable_adapters:

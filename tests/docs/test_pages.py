@@ -80,10 +80,10 @@ def test_the_citation_names_the_version_of_the_package():
     assert f"version = {{{__version__}}}" in (ROOT / "README.md").read_text()
 
 
-def test_the_readme_starts_with_a_clone_the_demo_and_the_tests():
+def test_the_readme_starts_with_the_demo_and_the_tests():
     start = next(block for block in blocks(ROOT / "README.md") if block.language == "bash")
     words = [command.words[:2] for command in commands(start)]
-    assert words == [["git", "clone"], ["cd", "flowalign"], ["make", "demo"], ["make", "test"]]
+    assert words == [["make", "demo"], ["make", "test"]]
 
 
 def test_text_and_figure_of_the_demo_state_one_number():

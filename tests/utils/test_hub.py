@@ -105,6 +105,7 @@ CALL = ["-c", "from flowalign.utils.hub import file_of; file_of('no/where', 'x')
 def test_a_new_process_explains_a_failed_download(tmp_path, command):
     """Libraries that this process has imported also import modules of huggingface_hub."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a square")
     settings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": "home", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         [sys.executable, *command],
