@@ -36,12 +36,12 @@ quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 unit: $(STAMP) ## the unit tests, 75 seconds
 	$(BIN)/pytest $(SPREAD)
 
-test: $(STAMP) ## lint, unit tests, and the half of the slow tests that a version draws, 12 minutes
+test: $(STAMP) ## lint, unit tests, and the third of the slow tests that a version draws, 12 minutes
 	$(MAKE) --jobs 2 lint older-cpu
-	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 2
+	$(BIN)/pytest $(SPREAD) -m 'not gpu' --slow-one-of 3
 	$(MAKE) pythons
 
-test-all: $(STAMP) ## lint and all tests, 18 minutes
+test-all: $(STAMP) ## lint and all tests, 21 minutes
 	$(MAKE) --jobs 2 lint older-cpu
 	$(BIN)/pytest $(SPREAD) -m 'not gpu'
 
