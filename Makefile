@@ -33,7 +33,7 @@ demo: $(STAMP) ## align the toy text-to-image model on the CPU, minutes
 quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 	$(BIN)/pytest $(SPREAD) -q tests/functional tests/credit tests/losses
 
-unit: $(STAMP) ## the unit tests, 75 seconds
+unit: $(STAMP) ## the unit tests, 90 seconds
 	$(BIN)/pytest $(SPREAD)
 
 test: $(STAMP) ## lint, unit tests, and the third of the slow tests that a version draws, 12 minutes
