@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.functional.advantage import compare_in_groups, group_mean
 from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from flowalign.types.trajectory import prompt_step_ids, sibling_ids
 
 
 def fuse_branches(

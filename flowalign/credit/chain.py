@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.advantage import compare_in_groups, group_mean
 from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, prompt_step_ids
 
 
 def stochastic_steps(trajectory: Trajectory) -> list[int]:

@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.advantage import compare_in_groups
 from flowalign.types import CreditEstimator, PastOutcomes, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt
+from flowalign.types.trajectory import prompt_step_ids
 
 
 def contrast(

@@ -235,3 +235,16 @@ class Trajectory:
                 "the window, the last,\nand the states that credit reads in a trajectory of zeros"
             )
         return self.states[k]
+
+
+def prompt_step_ids(trajectory: Trajectory) -> Int[Tensor, "B T"]:
+    """Return the id prompt * T + k: samples of a prompt are compared at equal steps only."""
+    num_samples, num_steps = trajectory.logp.shape
+    prompt = torch.arange(num_samples) // trajectory.group_size
+    return prompt[:, None] * num_steps + torch.arange(num_steps)
+
+
+def sibling_ids(trajectory: Trajectory) -> Int[Tensor, "B T"]:
+    """Return ids that are equal for transitions from the same state."""
+    steps = torch.arange(trajectory.num_steps)
+    return trajectory.rows.source_row[:, :-1] * trajectory.num_steps + steps

@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.credit import Gain, LatentGain, NextLatent, ProcessOutcome
-from flowalign.credit.group_ids import sibling_ids
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
@@ -18,6 +17,7 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
 from flowalign.types import plain_requests
+from flowalign.types.trajectory import sibling_ids
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train

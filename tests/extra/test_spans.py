@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.extra import SpanGRPO
 from flowalign.extra.span_grpo import span_log_density
 from flowalign.functional.surrogate import ppo_clip
@@ -18,6 +17,7 @@ from flowalign.training.policy_gradient.chunks import join_spans
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests, step_of, steps_of
+from flowalign.types.trajectory import prompt_step_ids
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     ALONE,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flowalign.credit.group_ids import prompt_step_ids
+from flowalign.types.trajectory import prompt_step_ids
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 

@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.credit.group_ids import prompt_step_ids, sibling_ids
 from flowalign.distributed.processes import Processes
 from flowalign.functional.preference_loss import best_and_worst
 from flowalign.sampling.complete_states import take_rows
 from flowalign.training.engine import Term
 from flowalign.training.learner import Learner
 from flowalign.types import Batch, Fields, PolicyLoss, Trajectory, VelocityField
+from flowalign.types.trajectory import prompt_step_ids, sibling_ids
 
 _DIVISION = {"apart": ("part", "k"), "together": "state", "once": True}
 """Division of rows into micro-batches, as explained by `Batch.split`."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
@@ -17,6 +16,7 @@ from flowalign.training.policy_gradient.chunks import join_chunks
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests
+from flowalign.types.trajectory import prompt_step_ids
 from tests.fixtures.training import ALONE, credited, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from flowalign.credit.group_ids import prompt_step_ids
 from flowalign.functional.surrogate import gaussian_kl
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
@@ -37,6 +36,7 @@ from flowalign.types import (
     plain_requests,
     step_of,
 )
+from flowalign.types.trajectory import prompt_step_ids
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
