@@ -1,6 +1,7 @@
 """Collect votes on samples in a browser: `flowalign vote`."""
 
 import argparse
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FOLDER",
-        help="folder of votes.jsonl (default: SAMPLES/votes, or runs/votes/NAME for your own data)",
+        help="folder of votes.jsonl (default: SAMPLES/votes; for your own data runs/votes/NAME-ID)",
     )
     add("--schema", default="auto", help="format of a dataset (default: detected)")
     add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         repeats=args.repeats,
     )
     own = args.online or any((source / name).is_file() for name in _OWN_FOLDERS)
-    out = Path(args.out or (source / "votes" if own else Path("runs/votes") / source.stem))
+    out = Path(args.out or (source / "votes" if own else _place(source)))
     claim = Claim(out, get_log())
     try:
         table = VoteTable(out / VOTES)
@@ -93,6 +94,12 @@ def run(args: argparse.Namespace) -> int:
     finally:
         claim.release()
     return 0
+
+
+def _place(source: Path) -> Path:
+    """Return the default folder of votes on a user's data; folders of one name have different."""
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()
+    return Path("runs/votes") / f"{source.stem}-{digest[:8]}"
 
 
 def _serve(args: argparse.Namespace, poll: "Poll", reward: "VoteReward", token: str | None) -> None:

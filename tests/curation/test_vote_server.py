@@ -355,6 +355,7 @@ def test_the_keyboard_alone_operates_the_page_in_a_browser(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_killing_the_server_loses_no_vote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for number in range(4):
         for copy in range(2):
             Image.new("RGB", (8, 8), (number * 40, copy * 90, 0)).save(
@@ -376,3 +377,16 @@ def test_killing_the_server_loses_no_vote(tmp_path, monkeypatch):
     monkeypatch.setattr(vote, "_serve", lambda args, poll, *_: counts.append(poll.count("anna")))
     assert run_verb(parse(command[3:])) == 0
     assert counts == [(3, 1)]
+
+
+def test_votes_on_folders_of_one_name_are_kept_apart(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vote, "_serve", lambda *_: None)
+    for parent in ("a", "b"):
+        folder = tmp_path / parent / "images"
+        folder.mkdir(parents=True)
+        for copy in range(2):
+            Image.new("RGB", (8, 8), (copy * 90, 0, 0)).save(folder / f"{copy}.png")
+            (folder / f"{copy}.txt").write_text("a square")
+        assert run_verb(parse(["vote", str(folder)])) == 0
+    assert len(set(re.findall(r"runs/votes/images-\w+", capsys.readouterr().err))) == 2
