@@ -411,12 +411,18 @@ class Answering:
             while True:
                 connection, _ = self.socket.accept()
                 connection.recv(1 << 20)
-                head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self.body)
+                head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                head %= len(self.body)
                 connection.sendall(head)
                 for i in range(len(self.body)) if self.seconds else ():
                     time.sleep(self.seconds)
                     connection.sendall(self.body[i : i + 1])
                 connection.sendall(b"" if self.seconds else self.body)
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(1.0)
+                with contextlib.suppress(OSError):  # unread bytes would reset the connection
+                    while connection.recv(1 << 20):
+                        pass
                 connection.close()
 
 
