@@ -9,4 +9,5 @@ from .chain import LatentGain as LatentGain, ProcessOutcome as ProcessOutcome
 from .branch import NextLatent as NextLatent
 from .chain import Outcome as Outcome
 from .branch import LeafAdvantage as LeafAdvantage
+from .branch import MixedAdvantage as MixedAdvantage
 from .turning_point import TurningPoint as TurningPoint

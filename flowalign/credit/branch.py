@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flowalign.functional.advantage import compare_in_groups, group_mean
 from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
-from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from flowalign.types.trajectory import prompt_step_ids, sibling_ids
 
 
@@ -140,6 +140,77 @@ class LeafAdvantage(CreditEstimator):
             advantage, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta
         )
         return StepCredit(value, prompt, trajectory.trained, normalised=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedAdvantage(CreditEstimator):
+    """Each transition earns (1 - share) A_prompt + share A_siblings, two advantages of its outcome.
+
+    A_prompt compares the samples of the prompt at the same step, and A_siblings those that were
+    drawn from the same state. Each is the outcome minus the mean of the others, so both and all
+    mixtures are unbiased. A transition without siblings earns A_prompt. The method needs
+    advantages.scale: given, and siblings, for example from a `Comb` with common noise.
+
+    The method is our own: A_prompt + lambda A_siblings with lambda = share / (1 - share), scaled to
+    keep the size of the gradient.
+    """
+
+    share: UnitInterval | None = None
+    """Share of the siblings. 0: outcomes only, Flow-GRPO with advantages.scale leave_one_out. 1:
+    siblings only. Null: for each step and reward dimension, the share with the least variance in
+    the other prompts of this process, which does not depend on the samples that it weighs; with a
+    single prompt, in this prompt."""
+
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Compare the outcomes twice and mix; raise ValueError if no samples share states."""
+        mask, group, state = (
+            trajectory.trained,
+            prompt_step_ids(trajectory),
+            sibling_ids(trajectory),
+        )
+        if self.share != 0 and not _branches(state, mask):
+            raise ValueError(
+                "MixedAdvantage compares samples that were drawn from the same state: set "
+                "recipe.sampling.branching to flowalign.sampling.Comb or Tree,\n"
+                "recipe.sampling.seeds_per_prompt to 1, or credit.share to 0"
+            )
+        outcome = values([trajectory.num_steps])
+        value = outcome.expand(-1, trajectory.num_steps, -1)
+        chosen, group, state = value[mask], group[mask], state[mask]
+        prompt = compare_in_groups(chosen, group, "leave_one_out")
+        siblings = compare_in_groups(chosen, state, "leave_one_out")
+        share = self.share
+        if share is None:
+            share = least_variance_share(prompt, siblings, group, trajectory.num_steps)
+        _, index, size = state.unique(return_inverse=True, return_counts=True)
+        share = torch.where(size[index, None] > 1, torch.as_tensor(share), 0.0)
+        credit = torch.zeros_like(value)
+        credit[mask] = (1 - share) * prompt + share * siblings
+        return StepCredit(credit, prompt_step_ids(trajectory), mask, normalised=True)
+
+
+def least_variance_share(
+    prompt: Float[Tensor, "n R"],
+    siblings: Float[Tensor, "n R"],
+    group: Int[Tensor, "n"],
+    num_steps: int,
+) -> Float[Tensor, "n R"]:
+    """Return the share a in [0, 1] of `siblings` with the least mean square of the mixture.
+
+    For the difference d = prompt - siblings it is sum(prompt d) / sum(d^2), over the transitions of
+    equal step in all other prompts. `group` is prompt * num_steps + step. It is 0 without
+    differences.
+    """
+    difference = (prompt - siblings).nan_to_num()
+    moments = torch.stack([prompt.nan_to_num() * difference, difference**2], 1)
+    ids, index = group.unique(return_inverse=True)
+    own = moments.new_zeros(len(ids), *moments.shape[1:]).index_add(0, index, moments)
+    step = ids % num_steps
+    total = own.new_zeros(num_steps, *own.shape[1:]).index_add(0, step, own)[step]
+    alone = torch.bincount(step, minlength=num_steps)[step] == 1
+    product, square = torch.where(alone[:, None, None], total, total - own).unbind(1)
+    share = product / torch.where(square > 0, square, 1.0)
+    return share.clamp(0, 1)[index]
 
 
 @dataclass(frozen=True, kw_only=True)

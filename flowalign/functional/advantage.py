@@ -75,13 +75,15 @@ def exponential_advantages(
     return out
 
 
-def compare_in_groups(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
+def compare_in_groups(
+    value: Float[Tensor, "n R"], group: Int[Tensor, "n"], scale: Scale = "group"
+) -> Float[Tensor, "n R"]:
     """Normalise credit within groups; NaN stays NaN and does not affect other rows."""
     out = torch.full_like(value, torch.nan)
     for dim, column in enumerate(value.unbind(1)):
         known = column.isfinite()
         if known.any():
-            out[known, dim] = group_center(column[known, None], group[known], "group")[:, 0]
+            out[known, dim] = group_center(column[known, None], group[known], scale)[:, 0]
     return out
 
 

@@ -110,16 +110,19 @@ class Tree(Branching):
 
 @dataclass(frozen=True, kw_only=True)
 class Comb(Branching):
-    """Comb: at every window step, `children` samples branch off one shared ODE trajectory.
+    """Comb: at every window step, samples branch off one shared trajectory, the trunk.
 
-    Each sample branches off with a single stochastic step, which causes all differences between the
-    children of a step.
+    The step at which they branch off causes all differences between the `children` of a step.
 
-    Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
+    Source: TempFlow-GRPO, arXiv:2508.04324, 6 children and an ODE trunk. Common noise is our own.
     """
 
     children: Children = 6
-    """Number of samples that branch off at each window step, at least 2."""
+    """Number of samples that are compared at each window step, at least 2."""
+    common_noise: bool = False
+    """Whether the trunk is stochastic and its branches reuse its later noise. The trunk is then one
+    of the children of every step, and values are unbiased for the stochastic policy. False: trunk
+    and completions are ODE paths, which measure another policy."""
 
     def __post_init__(self) -> None:
         """Reject fewer than 2 children."""
@@ -129,21 +132,27 @@ class Comb(Branching):
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return the children of each step, in the order of the steps.
 
-        The last sample branches off last and holds the states of the shared ODE trajectory.
+        The last sample branches off last and holds the states of the trunk.
         """
-        window = _stochastic_steps(eta)
-        if num_samples != self.children * len(window):
+        window, trunk = _stochastic_steps(eta), num_samples - 1
+        branches = self.children - self.common_noise
+        expected = branches * len(window) + self.common_noise
+        if num_samples != expected:
             raise ValueError(
                 f"a comb with {self.children} children at each of the steps {window} has "
-                f"{self.children * len(window)} samples per initial noise, not {num_samples}.\nSet "
-                f"recipe.sampling.samples_per_prompt to {self.children * len(window)} x "
+                f"{expected} samples per initial noise, not {num_samples}.\nSet "
+                f"recipe.sampling.samples_per_prompt to {expected} x "
                 "recipe.sampling.seeds_per_prompt"
             )
-        leaves_at = torch.tensor(window).repeat_interleave(self.children)[:, None]
-        own = torch.where(leaves_at == torch.arange(len(eta)), eta, 0.0)
-        sample = torch.arange(num_samples)[:, None]
-        on_spine = torch.arange(len(eta) + 1) <= leaves_at
-        return BranchLayout(own, SharedRows(torch.where(on_spine, num_samples - 1, sample)))
+        leaves_at = torch.tensor(window).repeat_interleave(branches)
+        leaves_at = torch.cat([leaves_at, leaves_at[-1:]])[:num_samples, None]
+        sample, steps = torch.arange(num_samples)[:, None], torch.arange(len(eta))
+        on_trunk = torch.arange(len(eta) + 1) <= leaves_at
+        source = torch.where(on_trunk, trunk, sample)
+        if not self.common_noise:
+            return BranchLayout(torch.where(leaves_at == steps, eta, 0.0), SharedRows(source))
+        noise = torch.where(leaves_at == steps, sample, trunk)
+        return BranchLayout(eta.expand(num_samples, -1), SharedRows(source, noise))
 
 
 def arrange_samples(

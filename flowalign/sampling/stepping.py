@@ -221,7 +221,8 @@ class RolloutNoise:
 
     def draw(self, k: int) -> Float[Tensor, "B *latent"]:
         """Return the noise of step k; samples with the same previous state share a part of it."""
-        noise, scale = self._draw_each(), self.branching.sibling_noise_scale
+        noise = self.trajectory.rows.share_noise(self._draw_each(), k)
+        scale = self.branching.sibling_noise_scale
         if scale is not None:
             common = self.trajectory.rows.share(self._draw_each(), k)
             noise = (common + scale * noise) / (1 + scale**2) ** 0.5

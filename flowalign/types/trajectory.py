@@ -70,6 +70,8 @@ class SharedRows:
 
     source_row: Int[Tensor, "B S"]
     """Index of the sample that computed state k of sample b."""
+    noise_row: Int[Tensor, "B T"] | None = None
+    """Index of the sample whose noise sample b uses at step k. None: its own."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -99,10 +101,16 @@ class SharedRows:
         """Give every sample the row of the sample that computed its state k."""
         return x[self.source_row[:, k].to(x.device)]
 
+    def share_noise(self, noise: Float[Tensor, "B *rest"], k: int) -> Float[Tensor, "B *rest"]:
+        """Give every sample the noise that it uses at step k."""
+        return noise if self.noise_row is None else noise[self.noise_row[:, k].to(noise.device)]
+
     @property
     def owned(self) -> Bool[Tensor, "B T"]:
-        """Return True for transitions that a sample made itself instead of sharing them."""
-        return self.source_row[:, 1:] == torch.arange(len(self.source_row))[:, None]
+        """Return True for transitions that a sample made itself, with its own noise."""
+        sample = torch.arange(len(self.source_row))[:, None]
+        made = self.source_row[:, 1:] == sample
+        return made if self.noise_row is None else made & (self.noise_row == sample)
 
     def repeat(self, copies: int) -> "SharedRows":
         """Return `copies` independent copies of the index, concatenated."""
@@ -112,8 +120,12 @@ class SharedRows:
     def concat(parts: Sequence["SharedRows"]) -> "SharedRows":
         """Return the concatenation of several indices, without sharing between them."""
         starts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
-        shifted = [part.source_row + start for part, start in zip(parts, starts, strict=True)]
-        return SharedRows(torch.cat(shifted))
+        placed = list(zip(parts, starts, strict=True))
+        noise = [p.noise_row + start for p, start in placed if p.noise_row is not None]
+        return SharedRows(
+            torch.cat([p.source_row + start for p, start in placed]),
+            torch.cat(noise) if noise else None,
+        )
 
 
 @dataclass(frozen=True)
