@@ -14,8 +14,11 @@ import numpy as np
 from flowalign.functional.degradation import student_quantile
 from flowalign.functional.resampling import LEVEL, smallest_difference
 
-Axis = Literal["reward_calls", "network_evaluations", "seconds", "gpu_hours", "trajectories"]
-AXES: tuple[Axis, ...] = get_args(Axis)
+Cost = Literal["reward_calls", "network_evaluations", "seconds", "gpu_hours", "trajectories"]
+Axis = Cost | Literal["distance"]
+AXES: tuple[Cost, ...] = get_args(Cost)
+DISTANCE: Axis = "distance"
+"""Axis of the distance to the samples before training, which is not a cost."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Point:
     diversity: float
     """Diversity of the samples; NaN if it was not measured."""
     costs: Mapping[str, float]
-    """Cost by axis, and `decodes`. A missing cost is 0, such as the GPU hours of a run on CPUs."""
+    """Cost by axis, `decodes` and `distance`. A missing cost is 0, such as the GPU hours of a run
+    on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,15 @@ class Comparison:
     each."""
     smallest: dict[Axis, float]
     """Smallest detectable difference at the largest cost that every run reached, by axis."""
+    distance: str = ""
+    """Name of the distance to the samples before training; empty if a run did not measure it."""
 
 
-def compare(metric: str, methods: Sequence[Method]) -> Comparison:
+def compare(metric: str, methods: Sequence[Method], distance: str = "") -> Comparison:
     """Compute all tables and curves of a comparison from its evaluations."""
     budgets: dict[Axis, float] = {axis: common_budget(methods, axis) for axis in AXES}
     bands: list[dict[Axis, Band]] = [
-        {axis: band(method, axis) for axis in AXES} for method in methods
+        {axis: band(method, axis) for axis in (*AXES, DISTANCE)} for method in methods
     ]
     target = bands[0]["trajectories"].mean[-1]
     rows = [
@@ -163,7 +169,13 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
         fewest_seeds=min(len(row.method.runs) for row in rows),
         smallest_final=smallest_difference([row.final.values for row in rows]),
         smallest={a: smallest_difference([r.at_budget[a].values for r in rows]) for a in AXES},
+        distance=distance if all(is_measured(run) for m in methods for run in m.runs) else "",
     )
+
+
+def is_measured(run: Curve) -> bool:
+    """Return whether every evaluation of a run has a distance."""
+    return all(DISTANCE in point.costs for point in run.points)
 
 
 def seed_statistics(values: Sequence[float]) -> SeedStatistics:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.reports.comparison import Axis, Comparison
+from flowalign.reports.comparison import DISTANCE, Axis, Comparison
 from flowalign.reports.pages import INK, Chart, Line
 from flowalign.utils.imports import import_optional
 
@@ -50,6 +50,14 @@ def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
     return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
 
 
+def list_charts(comparison: Comparison) -> list[Chart]:
+    """Return the curves along all costs, and along the distance if it was measured."""
+    axes = spent_by_all(comparison, DRAWN)
+    if comparison.distance:
+        axes.append(DISTANCE)
+    return [chart(comparison, axis) for axis in axes]
+
+
 def chart(comparison: Comparison, axis: Axis) -> Chart:
     """Return the learning curves along one axis: means, and bands from lowest to highest seed.
 
@@ -71,6 +79,9 @@ def chart(comparison: Comparison, axis: Axis) -> Chart:
                 width=2.2 if i == 0 else 1.7,
             )
         )
+    if axis == DISTANCE:
+        name = words(comparison.distance)
+        return Chart("Equal distance", f"{name} to base", f"held-out {comparison.metric}", lines)
     budget = comparison.budgets[axis]
     return Chart(
         f"Equal {words(axis)}",
@@ -94,9 +105,9 @@ def picture(comparison: Comparison) -> bytes:
 
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
-        shown = spent_by_all(comparison, DRAWN)
-        for i, axis in enumerate(shown):
-            draw(figure.add_subplot(1, len(shown), i + 1), chart(comparison, axis))
+        shown = list_charts(comparison)
+        for i, one in enumerate(shown):
+            draw(figure.add_subplot(1, len(shown), i + 1), one)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(
             handles,

@@ -17,8 +17,8 @@ from flowalign.reports.comparison import (
 )
 from flowalign.reports.comparison_chart import (
     DRAWN,
-    chart,
     is_cut,
+    list_charts,
     picture,
     spent_by_all,
     swatch,
@@ -114,7 +114,7 @@ def page(
         warnings=warnings,
         benchmarks=benchmark or {},
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
-        charts=[chart(comparison, axis) for axis in drawn],
+        charts=list_charts(comparison),
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
         reached=reached,

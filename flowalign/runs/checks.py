@@ -1,4 +1,4 @@
-"""Look at a run between steps: reward hacking, updates that change nothing, samples."""
+"""Look at a run between steps: reward hacking, distance, updates that change nothing, samples."""
 
 import shutil
 import time
@@ -15,7 +15,13 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import PREFIX, list_by_step
-from flowalign.training.held_out_evaluation import EvaluationResult, evaluate, save_grid
+from flowalign.training.divergence import distance_to_base
+from flowalign.training.held_out_evaluation import (
+    Evaluation,
+    EvaluationResult,
+    evaluate,
+    save_grid,
+)
 from flowalign.training.watch import Panel
 from flowalign.types import encode_requests, prompts_of
 from flowalign.utils.costs import Costs, stage
@@ -80,6 +86,20 @@ def roll_back(session: Session, done: int) -> int:
                 shutil.rmtree(later)
     session.messages(f"rolled back from step {done} to step {state['step']}: {folder}")
     return state["step"]
+
+
+def measure_distance(
+    session: Session, cfg: Evaluation, done: int, result: EvaluationResult
+) -> dict[str, float]:
+    """Return the distances to the samples before training, on the main process."""
+    requests = [request for _, request in cfg.items()]
+    found = distance_to_base(session.folder, done, cfg.sampling, result.features, requests)
+    if not found:
+        session.messages(
+            "the distance to the base is not measured: the run began with other settings of "
+            "evaluation, or with an earlier version"
+        )
+    return found
 
 
 ENOUGH_UPDATES = 20

@@ -13,6 +13,7 @@ from flowalign.runs import run_memory
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_memory import peak, size
+from flowalign.training.divergence import plan_distance
 from flowalign.training.optimizers import check_kind
 from flowalign.training.recipe_plan import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
@@ -190,6 +191,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         )
     rewards = run.build_rewards()
     step = run.recipe.plan(run.context(rewards), model, groups)
+    samples = run.evaluation.items() if run.evaluation else ()
     parts = parts_of(run, model, step, world)
     updates = run.recipe.updates
     asked = describe_conditioning(run.conditioning)
@@ -199,6 +201,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         **step.rows,
         **step.work.rows(),
         **prompt_rows(run, step.prompts_per_step),
+        **({"distance to base": plan_distance(rewards.models, len(samples))} if samples else {}),
         **{f"warning: {one.spec.name}": one.caveat for one in rewards.models if one.caveat},
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",

@@ -19,6 +19,7 @@ from flowalign.reports.run_report import write_report
 from flowalign.runs.checks import (
     VelocityCheck,
     get_state,
+    measure_distance,
     roll_back,
     sample_if_due,
     to_pictures,
@@ -178,6 +179,7 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     result = measure(session, cfg)
     metrics = dict(result.metrics)
     if tracker:
+        metrics |= measure_distance(session, cfg, done, result)
         save_grid(session.folder, done, result)
     if session.monitor:
         watch(session, done, result.panel, get_state(session, _spent(session)))

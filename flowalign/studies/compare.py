@@ -20,6 +20,7 @@ from flowalign.runs.config import Run, load
 from flowalign.runs.planning import plan
 from flowalign.runs.run_directory import find_changes, shorten_list
 from flowalign.training import checkpoint
+from flowalign.training.divergence import list_distances
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import read_object
@@ -107,7 +108,7 @@ def compare(request: ComparisonRequest, log: Log) -> Comparison:
         TrainingFailure: Some runs failed; the comparison holds the finished ones.
     """
     entries = read(request)
-    metric = metric_of(request.metric, entries)
+    metric, distance = metric_of(request.metric, entries), distance_of(entries)
     # All folders are checked before the first run starts.
     singles = [_single(request.out, entry, seed) for entry in entries for seed in request.seeds]
     jobs = [_job(request, single) for single in singles if single.todo != "keep"]
@@ -121,13 +122,13 @@ def compare(request: ComparisonRequest, log: Log) -> Comparison:
     missing = {job.log for job in failed}
     left = [single for single in singles if _log(single.folder) not in missing]
     methods = [
-        Method(entry.name, tuple(curve(s, metric) for s in left if s.entry is entry))
+        Method(entry.name, tuple(curve(s, metric, distance) for s in left if s.entry is entry))
         for entry in entries
         if any(s.entry is entry for s in left)
     ]
     if not methods:
         raise TrainingFailure(_failure(failed, len(singles)))
-    result = compared(metric, methods)
+    result = compared(metric, methods, distance)
     write_comparison(request.out, result, [job.name for job in failed])
     if failed:
         raise TrainingFailure(_failure(failed, len(singles)))
@@ -195,6 +196,12 @@ def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
     return requested
 
 
+def distance_of(entries: Sequence[Entry]) -> str:
+    """Return the first distance that all runs measure; that of pixels is the last one."""
+    each = [list_distances([one.model for one in e.run.rewards]) for e in entries]
+    return next(name for name in each[0] if all(name in names for names in each))
+
+
 def at_once(entries: Sequence[Entry]) -> int:
     """Return the number of parallel runs that fit the cores; 1 with a GPU or without `threads`."""
     if any(e.run.device != "cpu" or e.run.threads is None for e in entries):
@@ -248,7 +255,7 @@ def _job(request: ComparisonRequest, single: Single) -> CommandJob:
     return CommandJob(single.name, [*start, *request.overrides, *options], _log(single.folder))
 
 
-def curve(single: Single, metric: str) -> Curve:
+def curve(single: Single, metric: str, distance: str = "") -> Curve:
     """Read the evaluations of a finished run.
 
     Raises:
@@ -266,6 +273,8 @@ def curve(single: Single, metric: str) -> Curve:
         costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}
         costs["trajectories"] = done * per_step
         costs["gpu_hours"] = gpus * costs["seconds"] / 3600
+        far = held_out(row, distance)
+        costs |= {"distance": far} if math.isfinite(far) else {}
         value = held_out(row, metric)
         if math.isfinite(value):
             points.append(Point(int(done), value, held_out(row, "diversity"), costs))

@@ -1,19 +1,42 @@
-"""Measure how far a policy is from its reference, on samples that are noised again."""
+"""Measure how far a policy is from its reference and from its samples before training.
 
-from collections.abc import Sequence
+Distance to the base: MEND, arXiv:2610.05954, which embeds images with DreamSim.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from flowalign.data.media.pixels import reduce_size, spread_frames, to_bytes
 from flowalign.functional.noise_matching import add_noise, sample_error
+from flowalign.rewards.composite import Rewards
 from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.inference import encode_once
-from flowalign.types import Policy, PromptConditioning, Request, VelocityField
+from flowalign.types import (
+    EmbedsImages,
+    MediaBatch,
+    Policy,
+    PromptConditioning,
+    Request,
+    RewardModel,
+    VelocityField,
+)
+from flowalign.utils.files import atomic_write
 from flowalign.utils.seeds import generator
 
 LEVELS = 4
 """Number of noise levels of each sample."""
+PIXELS, BASE = "pixel_distance", "base_samples.safetensors"
+"""Name of the distance of pixels, and file of the samples before training."""
+_SIDE, _FRAMES = 64, 4
+"""Longer side, and number of frames, of the images that the distance of pixels compares."""
 
 
 @torch.no_grad()
@@ -49,3 +72,95 @@ def measure_divergence(
         )
         errors.append(sample_error((ours - theirs).float()))
     return torch.stack(errors).mean(0).cpu()
+
+
+def list_distances(models: Sequence[RewardModel]) -> list[str]:
+    """Return the names of the distances that a run measures: of every encoder, and of pixels."""
+    return [*(_name(model) for model in models if isinstance(model, EmbedsImages)), PIXELS]
+
+
+def _name(model: EmbedsImages) -> str:
+    return f"{model.spec.name}_distance"
+
+
+def plan_distance(models: Sequence[RewardModel], num_samples: int) -> str:
+    """Return what the distances cost: no samples, but a file of the samples before training."""
+    names = " and ".join(list_distances(models)).replace("_", " ")
+    most = num_samples * 3 * _FRAMES * _SIDE**2 / 1e6
+    return f"{names}; no extra samples, up to {most:.3g} MB on disk"
+
+
+def describe_media(rewards: Rewards, batch: MediaBatch) -> dict[str, Tensor]:
+    """Return what the distances compare by name: small 8-bit images, and embeddings."""
+    frames = batch.media[:, spread_frames(batch.media.shape[1], _FRAMES)]
+    small = reduce_size(frames.flatten(0, 1), _SIDE).unflatten(0, frames.shape[:2])
+    found = {PIXELS: to_bytes(small)}
+    for model in (one for one in rewards.models if isinstance(one, EmbedsImages)):
+        leads = rewards.ranks is None or rewards.ranks.is_leader
+        thread = rewards.worker(model).thread  # a model is never called by two threads
+        own: Any = thread.submit(model.embed, batch).result().float().cpu() if leads else None
+        found[_name(model)] = rewards.ranks.broadcast_first(own) if rewards.ranks else own
+    return found
+
+
+def measure_distance(
+    base: Mapping[str, Tensor], now: Mapping[str, Tensor], requests: Sequence[Request]
+) -> dict[str, float]:
+    """Return the distances between two samples with the same request and initial noise.
+
+    An encoder's distance is 1 - cos of the embeddings, that of pixels is their root-mean-square
+    difference in [0, 1]. Distances are averaged over the samples of a request, then over requests.
+    """
+    found, groups = {}, _group(requests)
+    for name in (name for name in now if name in base):
+        old, new = (x[name].flatten(1).float() for x in (base, now))
+        if name == PIXELS:
+            each = ((new - old) / 255).square().mean(1).sqrt()
+        else:  # equals 1 - cos, and is exactly 0 for equal embeddings
+            each = (normalize(new) - normalize(old)).square().sum(1) / 2
+        means = torch.stack([each[same].mean() for same in groups])
+        found[f"eval/{name}"] = float(means.mean())
+    return found
+
+
+def distance_to_base(
+    folder: Path,
+    done: int,
+    sampling: str,
+    now: Mapping[str, Tensor],
+    requests: Sequence[Request],
+) -> dict[str, float]:
+    """Return the distances to the samples before training, which are kept in `folder`.
+
+    `sampling` identifies requests, initial noises and sampler. The result is empty if the run began
+    with another `sampling`, or with a version that kept no samples.
+    """
+    path, identity = folder / BASE, {"sampling": sampling}
+    if done == 0:
+        with atomic_write(path) as partial:
+            save_file({name: each.contiguous() for name, each in now.items()}, partial, identity)
+    if not path.exists():
+        return {}
+    with safe_open(path, "pt") as file:
+        same = file.metadata() == identity
+        base = {name: file.get_tensor(name) for name in file.keys()} if same else {}  # noqa: SIM118
+    return measure_distance(base, now, requests)
+
+
+def diversity(latents: Float[Tensor, "n *latent"], requests: Sequence[Request]) -> float:
+    """Return the root-mean-square distance per latent element between samples of one request.
+
+    It is averaged over all pairs, and NaN if no request has two samples. It falls if the policy
+    suffers from mode collapse.
+    """
+    flat = latents.flatten(1).float()
+    distances = [torch.pdist(flat[same]) / flat.shape[1] ** 0.5 for same in _group(requests)]
+    return float(torch.cat(distances).mean())
+
+
+def _group(requests: Sequence[Request]) -> list[list[int]]:
+    """Return the rows of each distinct request."""
+    rows: dict[Request, list[int]] = {}
+    for i, request in enumerate(requests):
+        rows.setdefault(request, []).append(i)
+    return list(rows.values())

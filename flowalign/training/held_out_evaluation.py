@@ -1,6 +1,8 @@
 """Evaluate every reward on held-out prompts with fixed seeds and the deterministic sampler."""
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -18,10 +20,21 @@ from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.sampling.reward_guidance import RewardGuidance
-from flowalign.training.divergence import measure_divergence
+from flowalign.training.divergence import (
+    describe_media,
+    diversity,
+    list_distances,
+    measure_divergence,
+)
 from flowalign.training.sample_bounds import SampleBounds
-from flowalign.training.watch import DIVERSITY, KL, SIGNALS, Watch, measure_panel
-from flowalign.types import Policy, PromptConditioning, Request, VelocityField, prompts_of
+from flowalign.training.watch import DIVERSITY, KL, Watch, measure_panel, measure_signals
+from flowalign.types import (
+    Policy,
+    PromptConditioning,
+    Request,
+    VelocityField,
+    prompts_of,
+)
 from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import read_object, write_text
 from flowalign.utils.seeds import generator
@@ -86,6 +99,13 @@ class Evaluation:
                 f"of each;\nset evaluation.num_prompts to {2 * len(requests)}"
             )
 
+    @property
+    def sampling(self) -> str:
+        """Return a digest of everything but the policy that the samples depend on."""
+        requests = [request.input_digest for _, request in self.items()]
+        settings = requests, self.num_steps, self.seed, repr(self.reward_guidance)
+        return hashlib.sha256(repr(settings).encode()).hexdigest()
+
     def items(self) -> list[tuple[str, Request]]:
         """Return the split and request of every sample.
 
@@ -137,6 +157,8 @@ class EvaluationResult:
     """Scores of all samples; None without rewards."""
     panel: Mapping[str, Float[Tensor, "p"]] = field(default_factory=dict)
     """Value of each prompt by watched metric; empty if nothing is watched."""
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+    """What distances compare, see `describe_media`."""
 
 
 def evaluate(
@@ -160,29 +182,29 @@ def evaluate(
     latents = generate(policy, requests, *sampler)
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     order = {request: n for n, (_, request) in enumerate(items)}
-    kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
-    signals: dict[str, list[Tensor]] = {name: [] for name in _list_signals(cfg)}
+    kept, signals = dict[int, Tensor](), defaultdict[str, list[Tensor]](list)
     for start in range(0, len(local), cfg.micro_batch):
         some = requests[start : start + cfg.micro_batch]
         part, groups = latents[start : start + len(some)], [order[request] for request in some]
         batch = rewards.decode(policy, part, some, groups)
         scoring.add(batch)
-        for name, values in signals.items():
-            values.append(SIGNALS[name](batch.media))
+        described = measure_signals(cfg.watch, batch) | describe_media(rewards, batch)
+        for name, values in described.items():
+            signals[name].append(values)
         kept |= _choose_grid(zip(local[start:], batch.media, strict=False), shown, policy.fps)
     signals |= _measure_kl(cfg, policy, reference, requests, latents, local, conditioning)
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
-    kept = processes.merge(kept)
     measured = {name: processes.gather(torch.cat(values)) for name, values in signals.items()}
     return EvaluationResult(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
         | {"eval/diversity": diversity(latents, [request for _, request in items])}
         | {"eval/sharpness": float(measured["sharpness"].mean())},
-        grid=torch.stack([kept[i] for i in shown]),
+        grid=torch.stack([*map(processes.merge(kept).__getitem__, shown)]),
         grid_requests=[items[i][1] for i in shown],
         fps=policy.fps,
         scores=SampleScores(rewards.dims, items, scores, shown),
         panel=_measure_panel(cfg, rewards, items, scores, measured, latents),
+        features={name: measured[name] for name in list_distances(rewards.models)},
     )
 
 
@@ -192,12 +214,6 @@ def _choose_grid(
     """Return copies of the samples that the grid shows, by index; videos are reduced."""
     some = {i: media for i, media in samples if i in shown}
     return {i: (reduce_size(x, LONGEST) if fps else x).clone() for i, x in some.items()}
-
-
-def _list_signals(cfg: Evaluation) -> list[str]:
-    """Return the image signals to measure: the sharpness, and those that the run watches."""
-    watched = cfg.watch.metrics if cfg.watch else []
-    return list(dict.fromkeys(["sharpness", *(name for name in watched if name in SIGNALS)]))
 
 
 def _measure_kl(
@@ -232,21 +248,6 @@ def _measure_panel(
     weights = dict(zip(rewards.dims, rewards.weights.tolist(), strict=True))
     requests = [request for _, request in items]
     return measure_panel(cfg.watch, requests, columns, weights, latents.flatten(1))
-
-
-def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> float:
-    """Return the root-mean-square distance per latent element between samples of one request.
-
-    It is averaged over all pairs, and NaN if no request has two samples. It falls if the policy
-    suffers from mode collapse.
-    """
-    flat, distances = latents.flatten(1).float(), []
-    rows: dict[Request, list[int]] = {}
-    for i, request in enumerate(requests):
-        rows.setdefault(request, []).append(i)
-    for same in rows.values():
-        distances.append(torch.pdist(flat[same]) / flat.shape[1] ** 0.5)
-    return float(torch.cat(distances).mean())
 
 
 def save_grid(folder: Path, step: int, evaluated: EvaluationResult, name: str = "samples") -> None:

@@ -26,7 +26,7 @@ from flowalign.functional.degradation import (
     spend_level,
     variance_of_laplacian,
 )
-from flowalign.types import Request
+from flowalign.types import MediaBatch, Request
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
 from flowalign.utils.files import read_object, write_json
 
@@ -146,6 +146,12 @@ def _fall(cfg: Watch, name: str, base: Float[Tensor, "n"], now: Float[Tensor, "n
 def _usable(values: Float[Tensor, "n"]) -> Float[Tensor, "m"]:
     """Return the finite values; prompts with a failed score in either evaluation are left out."""
     return values[values.isfinite()]
+
+
+def measure_signals(cfg: Watch | None, batch: MediaBatch) -> dict[str, Float[Tensor, "n"]]:
+    """Return the sharpness of each sample, and the signals that the run watches."""
+    names = ["sharpness", *(name for name in (cfg.metrics if cfg else ()) if name in SIGNALS)]
+    return {name: SIGNALS[name](batch.media) for name in names}
 
 
 def measure_panel(

@@ -89,6 +89,7 @@ from flowalign.types.request import (
 from flowalign.types.reward import (
     MAY_PASS,
     Column,
+    EmbedsImages,
     JudgeCalls,
     Loadable,
     Need,

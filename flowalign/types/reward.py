@@ -272,3 +272,11 @@ class Loadable(Component, ABC):
     @abstractmethod
     def load(self) -> None:
         """Load or connect; a second call does nothing. Raise ValueError if that is impossible."""
+
+
+class EmbedsImages(RewardModel):
+    """Reward whose image encoder can also compare two samples."""
+
+    @abstractmethod
+    def embed(self, batch: MediaBatch) -> Float[Tensor, "n d"]:
+        """Return an embedding of each image or video, compared by its direction."""

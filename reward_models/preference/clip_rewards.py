@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from typing_extensions import override
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import EmbedsImages, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
@@ -37,15 +39,30 @@ from reward_models.backbones.pixels import average_over_frames
 from reward_models.backbones.reward_bases import NetworkReward
 
 
-class CLIPScore(NetworkReward):
+class TowerReward(NetworkReward, EmbedsImages):
+    """Reward of two towers. Its image tower also compares images."""
+
+    network: Towers
+
+    @override
+    @torch.no_grad()
+    def embed(self, batch: MediaBatch) -> Float[Tensor, "n d"]:
+        """Return the embedding of each image, or the mean over the frames of each video."""
+        self.load()
+        self.network.to(self.device)
+        embedded = self.network.images(batch.media.flatten(0, 1), self.batch_size)
+        if self.offload:
+            self.network.to("cpu")
+        return embedded.unflatten(0, batch.media.shape[:2]).mean(1)
+
+
+class CLIPScore(TowerReward):
     """Scores the cosine similarity in [-1, 1]; a video scores the mean over its frames.
 
     `model` is an architecture of open_clip, or a JSON file of sizes in open_clip's format, and
     `pretrained` one of its tags, or a checkpoint file. Without `pretrained`, `model` is a Hugging
     Face folder or hub repository of a CLIP or SigLIP model.
     """
-
-    network: Towers
 
     def __init__(
         self,
@@ -82,15 +99,13 @@ class CLIPScore(NetworkReward):
 DIVISORS = {"none": 1, "divided by 26": 26}
 
 
-class PickScore(NetworkReward):
+class PickScore(TowerReward):
     """Scores exp(logit_scale) cos(image, text); a video scores the mean over its frames.
 
     The preference between images of one prompt is the softmax of their scores. Flow-GRPO divides
     scores by 26 to scale them to about [0, 1]; set `normalisation` to do the same. `model` and
     `processor` (tokenizer and preprocessing) are Hugging Face folders or hub repositories.
     """
-
-    network: Towers
 
     def __init__(
         self,
@@ -129,15 +144,13 @@ class PickScore(NetworkReward):
 FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
-class HPSv2(NetworkReward):
+class HPSv2(TowerReward):
     """Scores cos(image, text), usually 0.2 to 0.35 (papers report it times 100).
 
     A video scores the mean over its frames. `weights` is a checkpoint file, or a folder or hub
     repository that has the file of this `version`; `model` is an architecture of open_clip, or a
     JSON file of sizes.
     """
-
-    network: Towers
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ The mean curve of `dense` is .15, .60, .80 after 0, 5, 15, at three reward calls
 import json
 import math
 import re
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -29,6 +30,7 @@ from flowalign.reports.comparison import (
     seed_statistics,
     value_at,
 )
+from flowalign.reports.comparison_chart import list_charts
 from flowalign.reports.comparison_page import page, write_comparison
 from flowalign.reports.run_report import write_report
 from tests.fixtures.pages import addresses, charts
@@ -258,3 +260,37 @@ def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():
     plain = drawn["Equal reward calls"]["lines"][0]
     assert plain["label"] == "plain"
     assert plain["columns"] == [[0, 10, 20], [0.15, 0.25, 0.65], [0.1, 0.2, 0.5], [0.2, 0.3, 0.8]]
+
+
+def with_distance(method, far):
+    """Add distances of `far` per trajectory to every evaluation of a method."""
+    runs = [
+        Curve(
+            one.seed,
+            tuple(
+                replace(p, costs={**p.costs, "distance": far * p.costs["trajectories"]})
+                for p in one.points
+            ),
+        )
+        for one in method.runs
+    ]
+    return Method(method.name, tuple(runs))
+
+
+def test_the_reward_is_drawn_against_the_distance_if_every_run_measured_it():
+    methods = [with_distance(PLAIN, 0.01), with_distance(DENSE, 0.04)]
+    titles = [c.title for c in list_charts(compare("exact_match", methods))]
+    assert "Equal distance" not in titles
+    result = compare("exact_match", methods, "pixel_distance")
+    assert [c.title for c in list_charts(result)] == [*titles, "Equal distance"]
+    drawn = list_charts(result)[-1]
+    assert drawn.x_label == "pixel distance to base"
+    plain, dense = drawn.lines
+    assert plain.x == pytest.approx((0, 0.1, 0.2))
+    assert dense.x == pytest.approx((0, 0.2, 0.6))
+    assert dense.y == pytest.approx((0.15, 0.6, 0.8))
+    assert page("x", result).count("pixel distance to base") == 1
+    assert compare("exact_match", [PLAIN, methods[1]], "pixel_distance").distance == ""
+    stored = json.loads(json.dumps(asdict(result)))
+    again = compare("exact_match", methods_of(stored), stored["distance"])
+    assert list_charts(again)[-1] == drawn

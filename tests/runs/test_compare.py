@@ -387,6 +387,21 @@ def test_a_repeated_evaluation_counts_once_and_a_null_not_at_all(finished, tmp_p
     assert [p.costs["trajectories"] for p in points] == [0, 2 * P * S]
 
 
+def test_a_curve_holds_the_distance_that_its_evaluations_measured(finished, tmp_path):
+    entries = comparing.read(request(*finished, out=tmp_path / "out"))
+    folder = tmp_path / "out" / "fast" / "seed1"
+    single = comparing.Single(entries[1], 1, folder, "keep")
+    assert comparing.distance_of(entries) == "pixel_distance"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        line["eval/pixel_distance"] = 0.1 * i
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    far = [p.costs["distance"] for p in curve(single, "redness", "pixel_distance").points]
+    assert far == sorted(far)
+    assert far[-1] > 0
+    assert "distance" not in curve(single, "redness").points[0].costs
+
+
 def test_a_curve_holds_the_seconds_and_gpu_hours_of_its_own_seed(finished, tmp_path):
     """Seconds of seed 1 are 3 a step, of seed 0 they are 2."""
     entries = comparing.read(request(*finished, out=tmp_path / "out"))

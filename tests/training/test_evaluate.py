@@ -9,6 +9,7 @@ import yaml
 
 from flowalign.distributed.processes import ALONE
 from flowalign.sampling.reward_guidance import FlowNRG
+from flowalign.training.divergence import BASE
 from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
 from flowalign.types import prompts_of
 from tests.fixtures.commands import exit_code
@@ -113,3 +114,14 @@ def test_the_report_is_written_at_each_evaluation(run_file, monkeypatch):
     assert exit_code("train", run_file, "--num_steps", 2, "--evaluation.every", 1) == 0
     assert [running for running, _ in written] == [True, True, True, False]
     assert [lines for _, lines in written] == sorted(lines for _, lines in written)
+
+
+@pytest.mark.slow
+def test_a_run_measures_its_distance_also_after_it_was_resumed(tmp_path, run_file):
+    folder = tmp_path / "run"
+    assert exit_code("train", str(run_file), "--num_steps", "1") == 0
+    assert (folder / BASE).is_file()
+    assert json.loads((folder / "summary.json").read_text())["before"]["pixel_distance"] == 0
+    assert exit_code("train", str(run_file), "--resume") == 0
+    after = json.loads((folder / "summary.json").read_text())["after"]["pixel_distance"]
+    assert after > 0

@@ -283,6 +283,15 @@ def test_checkpoints_that_do_not_account_for_every_key_are_refused(tmp_path, how
         Aesthetic(str(tmp_path), "head.pth", SIZES, WEIGHTS).load()
 
 
+def test_embedded_images_are_compared_with_texts_by_the_score(pickscore):
+    """A clip has the mean embedding of its frames, so its score is the product with the text."""
+    batch = MediaBatch(torch.rand(2, 3, 3, 40, 50), ["a cat", "two dogs"], fps=(8.0, 8.0))
+    cosine = (pickscore.embed(batch) * pickscore.network.texts(batch.prompts)).sum(1)
+    torch.testing.assert_close(
+        pickscore.network.scale * cosine, pickscore.score(batch).values[:, 0], rtol=1e-5, atol=1e-4
+    )
+
+
 def test_a_truncated_checkpoint_is_refused_by_name(tmp_path):
     (tmp_path / "hps.pt").write_bytes(Path(WEIGHTS).read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"hps\.pt cannot be read"):
