@@ -272,6 +272,21 @@ def test_agreement_of_rankings_and_ratings(tmp_path):
         PollSettings(kind="rank", dimensions=("a", "b"))
 
 
+def test_agreement_ignores_missing_annotators_and_candidates(tmp_path):
+    poll = make_poll(tmp_path, annotators=3, kind="rate", dimensions=("overall",))
+    rows = {"q0": ("anna", "ben", "cem"), "q1": ("anna", "ben"), "q2": ("anna",)}
+    ratings = iter(([1, 3, 5], [1, 3, 4], [2, 3, 5], [1, 1, 2], [2, 1, 2], [5, 5, 5]))
+    expected = []
+    for id, names in rows.items():
+        given = [next(ratings) for _ in names]
+        for name, values in zip(names, given, strict=True):
+            answer(poll, name, id, values)
+        expected += [[*unit, *[NAN] * (3 - len(unit))] for unit in zip(*given, strict=True)]
+    agreement = measure_agreement(poll)["overall"]
+    assert agreement.alpha == krippendorff_alpha(torch.tensor(expected), "interval")
+    assert math.isnan(agreement.repeats)
+
+
 def test_training_and_pairs_read_the_table(tmp_path):
     poll = make_poll(tmp_path, 2, annotators=2)
     answer(poll, "anna", "q0", (1, 2, 2))

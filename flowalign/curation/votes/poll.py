@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -64,14 +63,19 @@ class Poll:
 
     def __init__(self, settings: PollSettings, table: VoteTable, questions: Iterable[Question]):
         self.settings, self.table = settings, table
-        self.questions = {question.id: question for question in questions}
+        self.questions: dict[str, Question] = {}
         self.changed = threading.Condition()
+        self._repeated: set[str] = set()
+        for question in questions:
+            self.add(question)
         self._shown: dict[str, str] = {}  # annotator by question that was handed out last
 
     def add(self, question: Question) -> None:
         """Add a question, if it is new."""
         with self.changed:
             self.questions.setdefault(question.id, question)
+            if is_in_share(question.id, self.settings.repeats, 0):
+                self._repeated.add(question.id)
             self.changed.notify_all()
 
     def next(self, annotator: str, skip: int = 0) -> Task | None:
@@ -107,7 +111,7 @@ class Poll:
                 raise ValueError(f"there is no question {id!r}")
             question, repeat = self.questions[id], f"{id}/{annotator}" in self.table.rows
             key = f"{id}/{annotator}/again" if repeat else f"{id}/{annotator}"
-            if key in self.table.rows or (repeat and not self._is_repeated(id)):
+            if key in self.table.rows or (repeat and id not in self._repeated):
                 raise ValueError(f"{annotator} has already answered question {id}")
             self.table.add(
                 {
@@ -157,14 +161,10 @@ class Poll:
         found = [q for q in self.questions if q not in known and voted.get(q, 0) < enough]
         return sorted(found, key=lambda q: self._shown.get(q, annotator) != annotator)
 
-    def _is_repeated(self, id: str) -> bool:
-        return is_in_share(id, self.settings.repeats, 0)
-
     def _find_due(self, asked: Sequence[str]) -> list[str]:
         """Return the questions that an annotator answered once and is asked again."""
         times = Counter(asked)
-        once = (id for id in asked if times[id] == 1 and id in self.questions)
-        return [id for id in once if self._is_repeated(id)]
+        return [id for id in asked if times[id] == 1 and id in self._repeated]
 
     def _columns(self, question: Question) -> dict[str, Any]:
         relative = self.table.relative
@@ -209,34 +209,31 @@ def measure_agreement(poll: Poll) -> dict[str, Agreement]:
         rows = [row for row in poll.table.rows.values() if column in row]
     found = {}
     for dim in poll.settings.dimensions:
-        units: dict[tuple[str, int], dict[tuple[str, bool], float]] = {}
+        of_all: dict[str, list[Sequence[int]]] = {}
+        of_each: dict[tuple[str, str], list[Sequence[int]]] = {}
         for row in rows:
-            for i, value in enumerate(_unit_values(row[column].get(dim, ()), column)):
-                unit = units.setdefault((row["question"], i), {})
-                unit[row["user_id"], row["repeat"]] = value
-        found[dim] = Agreement(
-            _alpha([[v for (_, again), v in unit.items() if not again] for unit in units.values()]),
-            _alpha(
-                [
-                    [unit[name, False], value]
-                    for unit in units.values()
-                    for (name, again), value in unit.items()
-                    if again and (name, False) in unit
-                ]
-            ),
-        )
+            answer = row[column].get(dim, ())
+            of_each.setdefault((row["question"], row["user_id"]), []).append(answer)
+            if not row["repeat"]:
+                of_all.setdefault(row["question"], []).append(answer)
+        found[dim] = Agreement(_alpha(of_all.values(), column), _alpha(of_each.values(), column))
     return found
 
 
-def _unit_values(values: Sequence[int], column: str) -> list[float]:
-    if column == "ratings":
-        return [float(value) for value in values]
-    return [float((b > a) - (b < a)) for a, b in permutations(values, 2)]
-
-
-def _alpha(units: Sequence[Sequence[float]]) -> float:
-    widest = max(map(len, units), default=0)
-    if widest < 2:
+def _alpha(questions: Iterable[Sequence[Sequence[int]]], column: str) -> float:
+    """Return alpha of the answers to each question."""
+    shared = [answers for answers in questions if len(answers) > 1]
+    if not shared:
         return math.nan
-    rows = [[*unit, *[math.nan] * (widest - len(unit))] for unit in units]
-    return krippendorff_alpha(torch.tensor(rows), "interval")
+    most = max(map(len, shared))
+    empty = [math.nan] * max(len(answer) for answers in shared for answer in answers)
+    rows = [
+        [*((*one, *empty[len(one) :]) for one in answers), *[empty] * (most - len(answers))]
+        for answers in shared
+    ]
+    values = torch.tensor(rows, dtype=torch.float64)
+    if column == "ranks":
+        itself = torch.eye(len(empty), dtype=torch.bool)
+        orders = (values[..., None, :] - values[..., None]).sign()
+        values = orders.masked_fill(itself, math.nan).flatten(2)
+    return krippendorff_alpha(values.transpose(1, 2).flatten(0, 1), "interval")
