@@ -70,12 +70,14 @@ class Change:
         return _signed(self.after - self.before)
 
 
-def write_report(folder: Path, running: bool = False) -> Path:
+def write_report(
+    folder: Path, running: bool = False, rows: Sequence[Mapping[str, Any]] | None = None
+) -> Path:
     """Write `report.html` into a run directory atomically, and return its path.
 
-    The page of a running run reloads itself.
+    The page of a running run reloads itself. `rows` are the metrics; None reads them.
     """
-    series = collect(read_metrics(folder))
+    series = collect(read_metrics(folder) if rows is None else rows)
     summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
     config = folder / "config.yaml"

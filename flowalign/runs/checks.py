@@ -162,7 +162,7 @@ def sample_if_due(session: Session, tracker: Tracker | None, done: int) -> None:
         result = evaluate(run.policy, rewards, cfg, session.processes, run.conditioning)
     if tracker:
         save_grid(session.folder, done, result, TRAINING_SAMPLES)
-        write_report(session.folder, running=True)
+        write_report(session.folder, running=True, rows=tracker.rows)
         tracker.show(done - 1, TRAINING_SAMPLES, *to_pictures(result))
     session.started += time.perf_counter() - start
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
 from flowalign.utils.run_events import hide_in_settings
-from flowalign.utils.tracking import Tracker, read_metrics
+from flowalign.utils.tracking import Tracker
 
 
 def train(session: Session) -> dict[str, Any]:
@@ -163,9 +162,9 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
     if tracker:
         tracker.close()
         bounds = session.run.evaluation and session.run.evaluation.bounds
-        summary["warnings"] = bounds.last_warnings(read_metrics(session.folder)) if bounds else {}
+        summary["warnings"] = bounds.last_warnings(tracker.rows) if bounds else {}
         write_text(session.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        write_report(session.folder)
+        write_report(session.folder, rows=tracker.rows)
     session.summary = summary
     session.processes.barrier()  # no process exits while others still work
 
@@ -186,9 +185,9 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     if tracker and cfg.bounds:
         for text in cfg.bounds.warnings(session.before or {}, metrics).values():
             session.messages(f"warning: {text}")
-    if tracker and not _is_recorded(session.folder, done):
+    if tracker and all(row.get("evaluated_after") != done for row in tracker.rows):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
-        write_report(session.folder, running=True)
+        write_report(session.folder, running=True, rows=tracker.rows)
         tracker.show(max(done - 1, 0), "samples", *to_pictures(result))
         _show(session, done, metrics, result)
     session.started += time.perf_counter() - start
@@ -214,11 +213,6 @@ def _show(session: Session, done: int, metrics: dict[str, float], result: Evalua
     for callback in session.callbacks:
         callback.on_evaluation(done, metrics)
         callback.on_samples(done, images, prompts_of(result.grid_requests))
-
-
-def _is_recorded(folder: Path, done: int) -> bool:
-    """Return whether this evaluation was recorded before an earlier process was killed."""
-    return any(row.get("evaluated_after") == done for row in read_metrics(folder))
 
 
 def _save(session: Session, done: int, first_save: bool) -> None:

@@ -26,7 +26,7 @@ class Tracker:
     A row is {"step", "seconds", **metrics}. `seconds` counts from the start of the run, without the
     time between an interruption and the resumption. With `keep_until`, rows from that step on are
     dropped first, so a run resumed there has each step exactly once. Non-finite numbers become
-    null.
+    null. `rows` are the rows of the file.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Tracker:
     ):
         check_trackers(trackers)
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = _drop_from(folder / FILE, keep_until)
-        self._start = time.perf_counter() - max((row["seconds"] for row in earlier), default=0.0)
+        self.rows = _drop_from(folder / FILE, keep_until)
+        self._start = time.perf_counter() - max((row["seconds"] for row in self.rows), default=0.0)
         self._file = (folder / FILE).open("a", encoding="utf-8")
         self._sinks: dict[str, Any] = {
             name: partial(_SINKS[name], folder, keep_until, settings) for name in trackers
@@ -53,6 +53,7 @@ class Tracker:
         row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+        self.rows.append(row)
         self._each(lambda _, sink: sink.write(step, values))
 
     def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:

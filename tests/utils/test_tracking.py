@@ -47,6 +47,15 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     assert [row[name] for name in "abcd"] == [None, None, None, 0.0]
 
 
+def test_a_tracker_holds_the_rows_of_its_file(tmp_path):
+    write(tmp_path, range(5))
+    tracker = Tracker(tmp_path, keep_until=3)
+    tracker.log(3, {"a": float("nan"), "b": 0.1})
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+    assert tracker.rows == read_metrics(tmp_path)
+    tracker.close()
+
+
 def test_a_folder_without_metrics_has_no_rows(tmp_path):
     assert read_metrics(tmp_path) == []
 
