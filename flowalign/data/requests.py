@@ -142,14 +142,14 @@ def _read_file(path: str) -> list[tuple[str, Request]]:
             f"prompts file {path!r} must be text with one prompt per line (.txt or no ending), or\n"
             f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
         )
+    stamp = (file.stat().st_mtime_ns, file.stat().st_size)
     if kind in _TEXTS:
-        about = file.stat()
-        return [*_read_text(path, file, (about.st_mtime_ns, about.st_size))]
-    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
-    return _parse_requests(lines, path, file.parent, is_jsonl=True)
+        return [*_read_text(path, file, stamp)]
+    rows = _read_json_lines(path, file, stamp)
+    return [(where, _parse_request(row, file.parent, where)) for where, row in rows]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _read_text(
     path: str,
     file: Path,
@@ -160,6 +160,17 @@ def _read_text(
     if _is_object(lines[0][1]):
         raise ValueError(f"{path}:{lines[0][0]} is a JSON object: rename the file to .jsonl")
     return tuple(_parse_requests(lines, path, file.parent, is_jsonl=False))
+
+
+@lru_cache(maxsize=8)
+def _read_json_lines(
+    path: str,
+    file: Path,
+    stamp: tuple[int, int],  # noqa: ARG001 (a changed file is read again)
+) -> tuple[tuple[str, Any], ...]:
+    """Return the rows of a JSONL file; references may change, so no requests."""
+    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
+    return tuple((f"{path}:{n}", _parse_json(line, f"{path}:{n}")) for n, line in lines)
 
 
 def read_located_requests_once(source: str) -> list[tuple[str, Request]]:

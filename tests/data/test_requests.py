@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+from flowalign.data import requests
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
 from flowalign.data.media_record import read_reference
@@ -263,3 +264,22 @@ def test_a_text_file_is_parsed_again_only_after_it_changed(tmp_path):
     assert first is not again, "a caller may change its list"
     file.write_text("a blue ball\ntwo cats\n")
     assert prompts_of(read_requests(str(file))) == ["a blue ball", "two cats"]
+
+
+def test_json_lines_are_parsed_once_and_their_pictures_looked_at_each_time(tmp_path, monkeypatch):
+    file, picture = tmp_path / "prompts.jsonl", tmp_path / "cat.png"
+    file.write_text('{"prompt": "paint it", "image": "cat.png"}\n{"prompt": "a dog", "seed": 1}\n')
+    parsed = []
+    monkeypatch.setattr(
+        requests, "_parse_json", lambda line, _: parsed.append(line) or json.loads(line)
+    )
+    digests = set()
+    for colour in ("red", "blue"):
+        Image.new("RGB", (4, 4), colour).save(picture)
+        os.utime(picture, ns=(len(digests), len(digests)))
+        painted, plain = read_requests(str(file))
+        digests.add(painted.references[0].digest)
+        assert (plain.prompt, plain.metadata) == ("a dog", {"seed": 1})
+    assert (len(parsed), len(digests)) == (2, 2)
+    file.write_text('{"prompt": "a horse"}\n')
+    assert prompts_of(read_requests(str(file))) == ["a horse"]
