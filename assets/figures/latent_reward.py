@@ -29,8 +29,7 @@ from flowalign.sampling import Fixed, FlowNRG, Sampling
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
-from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.credited import compute_credit
+from flowalign.training.rollouts.collecting import collect_rollouts, compute_credit
 from flowalign.types import MediaBatch, Request, RewardModel
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator

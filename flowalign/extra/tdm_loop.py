@@ -29,8 +29,7 @@ from flowalign.functional.distribution_matching import (
 )
 from flowalign.functional.noise_matching import sample_error
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.recording import RolloutOutputs
-from flowalign.sampling.rollout import sample
+from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.engine import EngineLoop, StepData, Term, make_update

@@ -17,7 +17,7 @@ from .matching.safeguard import Safeguard as Safeguard
 from .matching.sft import SFT as SFT
 from .policy_gradient.grpo import GRPO as GRPO
 from .policy_gradient.step_dpo import StepDPO as StepDPO
-from .policy_gradient.surrogates import (
+from .policy_gradient.grpo import (
     DivergenceMask as DivergenceMask,
     LogHinge as LogHinge,
     PPOClip as PPOClip,

@@ -114,7 +114,7 @@ class TransformedValues(ValueFunction):
         self,
         values: ValueFunction,
         dims: Sequence[str],
-        transform: LogSigmoidCentred | None,
+        transform: LogSigmoidCentred,
         trajectory: Trajectory,
     ):
         self.values, self.dims, self.transform = values, dims, transform
@@ -122,16 +122,13 @@ class TransformedValues(ValueFunction):
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         """Return the transformed values of states `ks`; see `ValueFunction`."""
-        values = self.values(ks, how)
-        if self.transform is None:
-            return values
-        return self.transform(values, self.dims, self.trajectory.requests)
+        return self.transform(self.values(ks, how), self.dims, self.trajectory.requests)
 
     def past(self, num_steps: int) -> PastOutcomes | None:
         """Return transformed earlier outcomes."""
         known = self.values.past(num_steps)
-        if known is None or self.transform is None:
-            return known
+        if known is None:
+            return None
         asked = self.trajectory.requests[:: self.trajectory.group_size]
         of_each = [asked[i] for i in known.prompt.tolist()]
         return known._replace(value=self.transform(known.value, self.dims, of_each))

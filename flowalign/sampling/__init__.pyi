@@ -3,7 +3,7 @@ from .calibration import Calibration as Calibration
 from .complete_states import complete as complete
 from .sde_windows import FrameWindow as FrameWindow
 from .inference import generate as generate
-from .recording import Storage as Storage
+from .sampling_settings import Storage as Storage
 from .reward_guidance import Euphonium as Euphonium, FlowNRG as FlowNRG
 from .rollout import sample as sample
 from .sampling_settings import Sampling as Sampling

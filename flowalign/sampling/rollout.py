@@ -1,7 +1,7 @@
 """Sample trajectories: the only denoising loop of training."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -9,14 +9,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.solver import merge_steps, thin_schedule
+from flowalign.functional.transition import Gaussian, log_density
 from flowalign.sampling.complete_states import CompletionRequest
-from flowalign.sampling.recording import RolloutOutputs, RolloutRecorder
-from flowalign.sampling.sampling_settings import Sampling
+from flowalign.sampling.sampling_settings import Sampling, Storage
 from flowalign.sampling.stepping import RolloutNoise, RolloutVelocities, Stepper
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.utils.costs import stage
 
 Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOutputs:
+    """Selection of the tensors that a rollout keeps; it does not change the random draws."""
+
+    states: Collection[int] | None = None
+    """Indices of the states to keep. None: all."""
+    features: Collection[int] = ()
+    """Indices of the states to record denoiser features of."""
+    means: bool = False
+    """Whether to keep the means of the trained transitions."""
 
 
 @stage("sample")
@@ -28,7 +40,7 @@ def sample(
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
     finish: Collection[CompletionRequest] = (),
-    keep: RolloutOutputs = RolloutOutputs(),  # noqa: B008 (frozen)
+    keep: RolloutOutputs = RolloutOutputs(),
 ) -> Trajectory:
     """Return `cfg.samples_per_prompt` trajectories per request; `steps` are the trained steps.
 
@@ -114,3 +126,50 @@ def _plan_trajectory(
     if cfg.tail_ratio is not None:
         sigmas = thin_schedule(sigmas, cfg.tail(steps))
     return replace(trajectory, sigmas=sigmas, cond=encode_requests(policy, requests))
+
+
+class RolloutRecorder:
+    """Recorder of a rollout, which builds its trajectory."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        steps: Collection[int],
+        outputs: RolloutOutputs,
+        storage: Storage,
+    ):
+        self.trajectory, self.outputs, self.storage = trajectory, outputs, storage
+        self.mean_steps = steps if outputs.means else ()
+        self.states: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}
+
+    def record_state(self, k: int, x: Float[Tensor, "B *latent"]) -> None:
+        """Store the distinct rows of state k, if selected."""
+        if self.outputs.states is None or k in self.outputs.states:
+            self.states[k] = self.storage.store(self.trajectory.rows.select(x, k))
+
+    def record_step(
+        self, k: int, distribution: Gaussian, following: Float[Tensor, "B *latent"]
+    ) -> None:
+        """Store the log-probability of the state after step k, and the mean of the step.
+
+        `distribution` is the policy's distribution without reward guidance.
+        """
+        # `following` is already rounded and shared, so replay computes the same log-probability.
+        logp = log_density(self.trajectory.kernel, following, distribution)
+        self.trajectory.logp[:, k] = logp.where(self.trajectory.eta[:, k] > 0, 0.0)
+        if k in self.mean_steps:
+            self.means[k] = self.storage.place(distribution.mean)
+
+    def finish(
+        self, completed: Mapping[CompletionRequest, Tensor], hidden: Mapping[int, Tensor]
+    ) -> Trajectory:
+        """Return the trajectory, with completed states and the denoiser's features."""
+        finished = {request: self.storage.place(x) for request, x in completed.items()}
+        return replace(
+            self.trajectory,
+            states=self.states,
+            means=self.means,
+            finished=finished,
+            hidden=hidden,
+        )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, BranchLayout, Chain, arrange_samples
-from flowalign.sampling.recording import Storage
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.sampling.sde_windows import AllButLast, FrameWindow, SDEWindow
 from flowalign.types import Policy, Reduced
@@ -27,6 +26,33 @@ from flowalign.types.trajectory import Completion
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 StepNoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=1000)]
 """Noise level of one step; calibrated levels of `DanceSDE` exceed 10 next to pure noise."""
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Device and precision of the rollout states that are kept for training."""
+
+    device: Literal["same", "cpu"] = "same"
+    """Device of the kept states. same: the policy's device. cpu: main memory, which needs a copy of
+    each kept state and of each minibatch."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the kept states. The rollout continues from the rounded states, so training
+    evaluates the policy at the same inputs."""
+
+    def round(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """Return a state in float32 after rounding to the stored precision."""
+        return x.to(DTYPES[self.dtype]).float()
+
+    def store(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """Return a rounded state in the precision and on the device of kept states."""
+        return self.place(x.to(DTYPES[self.dtype]))
+
+    def place(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """Return a tensor on the device of kept states."""
+        return x.cpu() if self.device == "cpu" else x
 
 
 @dataclass(frozen=True, kw_only=True)

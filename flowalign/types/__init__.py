@@ -32,7 +32,6 @@ from flowalign.types.losses import (
     step_of,
     steps_of,
 )
-from flowalign.types.media_batch import MediaBatch
 from flowalign.types.model import (
     DifferentiableDecoder,
     InputSpec,
@@ -44,7 +43,6 @@ from flowalign.types.model import (
     Saving,
     Setup,
     Sharding,
-    Sound,
     SoundDecoder,
     Speed,
 )
@@ -81,8 +79,10 @@ from flowalign.types.ranges import (
 )
 from flowalign.types.request import (
     ConditionedPrompt,
+    MediaBatch,
     Reference,
     Request,
+    Sound,
     plain_requests,
     prompts_of,
 )

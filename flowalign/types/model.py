@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.types.ranges import PositiveInt, UnitInterval
-from flowalign.types.request import Request
+from flowalign.types.request import Request, Sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,16 +197,6 @@ class InputSpec:
             wanted = f"{self.size[1]} x {self.size[0]}"
             return f"takes references of {wanted} pixels, and this has {width} x {height}"
         return ""
-
-
-@dataclass(frozen=True)
-class Sound:
-    """Sound of one clip."""
-
-    waveform: Float[Tensor, "C S"]
-    """Amplitudes in [-1, 1], one row per channel."""
-    rate: int
-    """Amplitudes per second."""
 
 
 class SoundDecoder(ABC):

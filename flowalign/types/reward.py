@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.types.component import Component
-from flowalign.types.media_batch import MediaBatch
-from flowalign.types.request import Request
+from flowalign.types.request import MediaBatch, Request
 
 Need = Literal["prompt", "fps", "references", "groups", "sound"]
 

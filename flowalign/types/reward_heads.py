@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from flowalign.functional.rating import Features
 from flowalign.types.component import Component
-from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import Policy
+from flowalign.types.request import MediaBatch
 from flowalign.types.reward import Loadable
 from flowalign.types.trajectory import Cond
 

@@ -14,8 +14,7 @@ from flowalign.data.requests import Requests
 from flowalign.runs.planning import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.credited import compute_credit
+from flowalign.training.rollouts.collecting import completion_values, compute_credit, rollout
 from flowalign.training.rollouts.state_values import Experience
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs

@@ -5,17 +5,19 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.credit import Gain, LatentGain, NextLatent, ProcessOutcome
-from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.branching import Comb
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import build_batch
 from flowalign.training.policy_gradient.step_plan import plan_step
 from flowalign.training.recipe import RunContext
-from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
+from flowalign.training.rollouts.collecting import (
+    CreditedRollouts,
+    collect_rollouts,
+    compute_credit,
+)
 from flowalign.types import plain_requests
 from flowalign.types.trajectory import sibling_ids
 from tests.fixtures.latent import LatentRedness

@@ -9,8 +9,7 @@ from flowalign.credit.chain import Outcome
 from flowalign.functional.advantage import advantages
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.branching import Chain, Comb
-from flowalign.sampling.recording import RolloutOutputs
-from flowalign.sampling.rollout import empty_trajectory, sample
+from flowalign.sampling.rollout import RolloutOutputs, empty_trajectory, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast
 from flowalign.types import plain_requests

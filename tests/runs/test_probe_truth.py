@@ -22,8 +22,7 @@ from flowalign.functional.signal import (
     signal_to_noise,
     standard_error,
 )
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.runs.config import Run
 from flowalign.runs.session import open_run
 from flowalign.studies.probe.measure import Probe, probe

@@ -7,8 +7,7 @@ from torch import nn
 from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.recording import RolloutOutputs
-from flowalign.sampling.rollout import concat_trajectories, sample
+from flowalign.sampling.rollout import RolloutOutputs, concat_trajectories, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.stepping import FeatureRecorder, average_places, last_layers

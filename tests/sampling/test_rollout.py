@@ -15,13 +15,11 @@ from flowalign.functional.transition import (
     log_density,
     transition,
 )
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.complete_states import complete, evaluate_velocity, take_rows
 from flowalign.sampling.inference import generate
-from flowalign.sampling.recording import RolloutOutputs, Storage
-from flowalign.sampling.rollout import sample
+from flowalign.sampling.rollout import RolloutOutputs, Storage, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches

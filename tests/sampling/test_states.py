@@ -8,11 +8,10 @@ import torch
 from flowalign.credit.branch import Branch
 from flowalign.credit.chain import Gain
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.recording import Storage
 from flowalign.sampling.rollout import concat_trajectories
+from flowalign.sampling.sampling_settings import Storage
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout

@@ -10,9 +10,8 @@ from flowalign.credit.critic import Critic
 from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
 from flowalign.gradient_paths import DRaFTLV, LeapAlign
-from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import Random

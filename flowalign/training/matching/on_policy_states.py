@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_located_requests, read_requests
 from flowalign.sampling.complete_states import take_rows
-from flowalign.sampling.recording import RolloutOutputs
-from flowalign.sampling.rollout import sample
+from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner

@@ -32,7 +32,7 @@ from flowalign.training.rollouts.advantages import (
     mask_unused_rewards,
     outcome_credit,
 )
-from flowalign.training.rollouts.credited import compute_credit
+from flowalign.training.rollouts.collecting import compute_credit
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import Batch, Request, StepCredit, Trajectory, encode_requests
 from flowalign.utils.costs import stage

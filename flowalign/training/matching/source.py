@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.recipe_plan import RecipePlan
-from flowalign.training.rollouts.credited import CreditedRollouts
+from flowalign.training.rollouts.collecting import CreditedRollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import (
     Batch,

@@ -27,7 +27,7 @@ from flowalign.data.preference.preference_data import (
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.prefetch import EpochSampler, prefetch
 from flowalign.distributed.processes import Processes
-from flowalign.sampling.recording import DTYPES
+from flowalign.sampling.sampling_settings import DTYPES
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import (
     BatchStream,

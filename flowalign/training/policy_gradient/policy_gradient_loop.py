@@ -32,7 +32,7 @@ from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGr
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log
 from flowalign.training.rollouts.advantages import AdvantageEstimate
-from flowalign.training.rollouts.credited import CreditedRollouts, compute_credit
+from flowalign.training.rollouts.collecting import CreditedRollouts, compute_credit
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, StepCredit, Trajectory
 from flowalign.utils.seeds import generator

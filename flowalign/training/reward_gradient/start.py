@@ -9,8 +9,7 @@ import torch
 from typing_extensions import override
 
 from flowalign.functional.transition import DDIM, FlowSDE, Kernel
-from flowalign.sampling.recording import RolloutOutputs
-from flowalign.sampling.rollout import sample
+from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import NoiseLevel, Sampling
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
-from flowalign.sampling.recording import DTYPES
+from flowalign.sampling.sampling_settings import DTYPES
 from flowalign.sampling.sde_windows import draw_frame_windows
 from flowalign.training.recipe import RunContext
 from flowalign.training.recipe_plan import (

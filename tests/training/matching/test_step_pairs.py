@@ -19,7 +19,7 @@ from flowalign.training.matching.pair_streams import count_pairs, pair_steps, we
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.times import SamplerGrid
-from flowalign.training.rollouts.credited import compute_credit
+from flowalign.training.rollouts.collecting import compute_credit
 from flowalign.types.trajectory import Completion
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import recipe

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
+from flowalign.losses.policy_gradient.grpo import GRPO, DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import TrainingFailure
 from flowalign.types import PolicyLoss

@@ -8,8 +8,7 @@ import torch
 
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
+from flowalign.losses.policy_gradient.grpo import GRPO, DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.chunks import join_chunks

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.recipe import RunContext

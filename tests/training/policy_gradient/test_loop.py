@@ -8,8 +8,8 @@ import torch
 
 from flowalign.functional.surrogate import gaussian_kl
 from flowalign.functional.transition import Gaussian, log_density
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import (
+from flowalign.losses.policy_gradient.grpo import (
+    GRPO,
     DivergenceMask,
     LogHinge,
     PPOClip,

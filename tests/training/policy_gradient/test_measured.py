@@ -5,9 +5,8 @@ import torch
 import yaml
 
 from flowalign.functional.signal import Moments, best_weights
-from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.runs.config import load
 from flowalign.sampling.sde_windows import Random
 from flowalign.training.policy_gradient import step_gradients

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 from flowalign.credit.chain import Gain, Outcome
 from flowalign.credit.contrast import Contrast
 from flowalign.data.requests import Requests
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.step_plan import evaluations

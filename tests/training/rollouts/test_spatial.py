@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from flowalign.losses.matching.awm import AWM
 from flowalign.losses.matching.nft import NFT
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
 from flowalign.reports.credit_view import read_credit
 from flowalign.rewards.composite import Rewards
 from flowalign.training.matching.matching_recipe import Matching
