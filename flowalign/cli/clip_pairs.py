@@ -1,11 +1,12 @@
 """Make training pairs from real videos, with the policy itself: `flowalign clip-pairs`."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.cli.options import add_config_file, shard
+from flowalign.cli.options import add_columns, add_config_file, shard
 from flowalign.utils.console import Progress, say, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path, make_folder, record_settings
@@ -21,8 +22,9 @@ _LISTED = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run file, its overrides and `--shard`."""
+    """Add the run file, its overrides, `--columns` and `--shard`."""
     add_config_file(parser)
+    add_columns(parser)
     parser.add_argument(
         "--shard",
         metavar="i/n",
@@ -35,10 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
+    from flowalign.data.readers import parse_columns
     from flowalign.extra.clip_pairs import clip_pairs_job
     from flowalign.extra.clip_pairs.run_file import load
 
-    cfg, text = load(args.config, args.overrides)
+    columns = parse_columns(args.columns)
+    added = [f"columns={json.dumps(columns)}"] if columns else []
+    cfg, text = load(args.config, [*args.overrides, *added])
     outcome = clip_pairs_job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
         say(f"shard {args.shard[0]}/{args.shard[1]} is done; other shards are not")

@@ -103,6 +103,12 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
 
 
+def add_columns(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the names in flowalign of columns of a dataset."""
+    text = "columns of the data by their names in flowalign, such as prompt=caption images=a,b"
+    parser.add_argument("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=text)
+
+
 def add_executor(parser: argparse.ArgumentParser) -> None:
     """Add the choice between processes of this machine and a Ray cluster."""
     parser.add_argument(

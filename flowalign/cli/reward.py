@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.cli.options import SEED, add_config_file, number, whole
+from flowalign.cli.options import SEED, add_columns, add_config_file, number, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_json, write_text
@@ -76,8 +76,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     direct = parser.add_argument_group("to score a dataset first, into --out")
     files = "YAML files with a list `rewards:`, and classes such as reward_models.JpegSize"
     direct.add_argument("--rewards", nargs="+", metavar="FILE", help=files)
-    columns = "columns of the data by their names in flowalign, such as prompt=caption"
-    direct.add_argument("--columns", nargs="+", metavar="NAME=COLUMN", help=columns)
+    add_columns(direct)
     direct.add_argument("--schema", help="schema of the data (default: detected from the columns)")
     direct.add_argument("--root", metavar="FOLDER", help="folder where relative paths begin")
     direct.add_argument("--limit", type=whole(1), help="number of records, from the first one")

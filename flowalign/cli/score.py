@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.cli.options import add_executor, shard, whole
+from flowalign.cli.options import add_columns, add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import digest_file, read_object
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="FOLDER", help="output folder; an earlier job is resumed")
     add("--schema", default="auto", help="schema of the data (default: detected from the columns)")
     add("--root", metavar="FOLDER", help="base of relative paths (default: folder of the data)")
-    columns = "columns of the data by their names in flowalign, such as prompt=caption images=a,b"
-    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=columns)
+    add_columns(parser)
     add("--format", choices=("parquet", "jsonl"), default="parquet", help="(default: parquet)")
     add("--batch_size", type=whole(1), default=32, help="images or videos per batch (default: 32)")
     add("--workers", type=whole(1, 256), default=_THREADS, help="decoder threads")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.cli.options import number, whole
+from flowalign.cli.options import add_columns, number, whole
 from flowalign.cli.serve import add_address, format_entries, format_url, read_token
 from flowalign.utils.console import get_log, say
 from flowalign.utils.errors import ConfigError, convert_value_errors
@@ -57,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--schema", default="auto", help="format of a dataset (default: detected)")
     add("--root", metavar="FOLDER", help="folder where relative paths of a dataset begin")
-    columns = "columns of a dataset by their names in flowalign, such as prompt=caption"
-    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=columns)
+    add_columns(parser)
     add_address(parser, 8413)
 
 

@@ -95,6 +95,8 @@ class UserEmbeddings:
     """Name of the dataset's reader. auto: detected from its columns."""
     root: str | None = None
     """Folder where relative paths begin. Null: the folder of the dataset."""
+    columns: dict[str, str | list[str]] | None = None
+    """Columns of the dataset by their names in flowalign. Null: as they are."""
     shots: PositiveInt = 4
     """Number of choices embedded per user, from the first one; users with fewer are left out."""
     micro_batch: PositiveInt = 32
@@ -115,7 +117,8 @@ class UserEmbeddings:
             ValueError: The dataset does not exist, or no user has made enough choices.
         """
         by_user: dict[str, list[Pair]] = {}
-        dataset = PreferenceDataset(path=self.path, schema=self.schema, root=self.root)
+        settings = {"schema": self.schema, "root": self.root, "columns": self.columns}
+        dataset = PreferenceDataset(path=self.path, **settings)
         for pair in dataset.read()[0]:
             if isinstance(pair, Pair):
                 by_user.setdefault(pair.user, []).append(pair)

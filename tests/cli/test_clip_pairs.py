@@ -108,6 +108,24 @@ def test_local_pairs_are_a_clip_its_copy_and_the_mask_between_them(written, tmp_
         assert row["strength"] in (0.75, 0.8, 0.85)
 
 
+def test_clips_and_prompts_are_read_from_columns_of_other_names(written, tmp_path, capsys):
+    plain, named = written(DENSE), tmp_path / "named"
+    lines = [f"{k:02}.mp4,{prompt}" for k, prompt in enumerate(PROMPTS)]
+    table = tmp_path / "data" / "clips.csv"
+    table.write_text("\n".join(["clip,words", *lines]))
+    options = [f"clips={table}", f"output_dir={named}", "--columns", "video=clip", "prompt=words"]
+    assert exit_code("clip-pairs", plain, *options) == 0
+    assert exit_code("clip-pairs", plain, f"clips={table}", "columns={video: gone}") == 2
+    assert "no column 'gone'\nthere are clip, words" in capsys.readouterr().err
+    table.unlink()
+    assert exit_code("clip-pairs", plain) == 0
+    for one, other in zip(rows(named), rows(tmp_path / "out"), strict=True):
+        assert (one["prompt"], one["level"]) == (other["prompt"], other["level"])
+        sides = named / one["a"], tmp_path / "out" / other["a"]
+        assert torch.equal(*(load_file(side)["latent"] for side in sides))
+    assert "words" in (named / clip_pairs_job.MANIFEST).read_text()
+
+
 def test_the_same_command_after_a_kill_makes_the_same_files(written, tmp_path, monkeypatch):
     config, whole, broken = written(DENSE), tmp_path / "whole", tmp_path / "broken"
     assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0

@@ -31,6 +31,9 @@ class ClipPairs:
     schema: str = "auto"
     root: str | None = None
     """Folder where relative paths begin. Null: the folder of the file."""
+    columns: dict[str, str | list[str]] | None = None
+    """Columns of the dataset by their names in flowalign, such as `prompt: caption`. Null: as they
+    are."""
     limit: PositiveInt | None = None
     """Number of records to read, from the first one. Null: all."""
     num_frames: PositiveInt | None = None
@@ -81,7 +84,7 @@ class ClipPairs:
 
     def dataset(self) -> Dataset:
         """Open the dataset of videos; raise ValueError if there is none."""
-        return open_dataset(self.clips, self.schema, self.root)
+        return open_dataset(self.clips, self.schema, self.root, self.columns)
 
     def regenerator(self, device: torch.device) -> ClipRegenerator:
         """Load the policy and the rewards; raise ValueError if they cannot be used."""

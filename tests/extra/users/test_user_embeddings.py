@@ -99,3 +99,15 @@ def test_the_command_writes_what_a_personalised_policy_reads(choices, tmp_path, 
     assert ended.value.code == 0
     assert {u: tuple(e.shape) for u, e in load_file(out).items()} == {"ann": (3, 3)}
     assert "1 users, 3 x 3 each" in capsys.readouterr().err
+
+
+def test_choices_are_read_from_columns_of_other_names(choices, tmp_path):
+    rows = [json.loads(line) for line in choices.read_text().splitlines()]
+    names = {"chosen": "winner", "rejected": "loser", "user_id": "annotator"}
+    other = tmp_path / "other.jsonl"
+    moved = [{names.get(name, name): value for name, value in row.items()} for row in rows]
+    other.write_text("\n".join(map(json.dumps, moved)))
+    same = {"backbone": MeanColour(), "shots": 2, "output": "u.safetensors"}
+    plain = UserEmbeddings(path=str(choices), **same).embed()
+    named = UserEmbeddings(path=str(other), columns=names, **same).embed()
+    assert_close(named, plain)
