@@ -153,7 +153,12 @@ def _find_policy(pipe: Any, class_path: str | None) -> type[Policy]:
     if class_path is None:
         return loaded_pipe.find_policy(pipe)
     module, _, name = class_path.rpartition(".")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"model={{'class_path': {class_path!r}}} names no class that can be imported: {error}"
+        ) from error
 
 
 def _policy(

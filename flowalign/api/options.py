@@ -1,11 +1,14 @@
 """Define the keyword arguments of `align` and `Trainer`."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypedDict
 
 from flowalign.runs.session import Callback
 from flowalign.training.recipe import Recipe
+from flowalign.utils.errors import RunFailure
 
 Prompts = str | Sequence[str] | Sequence[Mapping[str, Any]] | Any
 """Prompts: a file, a list of texts, a list of rows with a column `prompt`, or a dataset of rows."""
@@ -59,8 +62,9 @@ class Options(TypedDict, total=False):
     """Run directory (default: runs/ and the method, with a number from the second run on)."""
     overwrite: bool
     """Whether to replace an earlier run in the directory (default: False)."""
-    resume: bool
-    """Whether to continue the run in the directory from its newest checkpoint (default: False)."""
+    resume: bool | str
+    """Whether to continue the run in the directory from its newest checkpoint, or the path of
+    another checkpoint (default: False)."""
     callbacks: Sequence[Callback]
     """Objects that are called after steps and evaluations."""
     report_to: Sequence[Literal["tensorboard", "wandb", "trackio"]]
@@ -85,3 +89,35 @@ def check_names(options: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(name, Options.__annotations__, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise TypeError(f"unknown argument {name!r}{meant}")
+
+
+_IN_PYTHON = (
+    (r"^command line: ", ""),
+    (r"--resume (PATH|\S*/\S*)", r"resume='\1'"),
+    (r"--(resume|overwrite)\b", r"\1=True"),
+    (r"--columns (\w+)=(\S+)", r"columns={'\1': '\2'}"),
+    (r"--schema\b", "settings={'recipe.data.schema': ...}, or map columns with columns={...}"),
+    (r"see flowalign recipes", "flowalign.runs.run_files.list_recipes() lists them"),
+    (r"`flowalign pairs`", "flowalign.make_pairs"),
+    (r"`flowalign score`", "flowalign.score"),
+    (r", or --format jsonl|\nflowalign check lists .*", ""),
+    (r"--(?=[a-z])", ""),
+)
+"""Words of the command line in messages, and what to write in Python; in this order."""
+
+
+@contextmanager
+def advise_in_python() -> Iterator[None]:
+    """Name arguments instead of command-line options in the errors that leave the context.
+
+    It is a context manager and a function decorator.
+    """
+    try:
+        yield
+    except (ValueError, RunFailure) as error:
+        text = str(error)
+        for pattern, words in _IN_PYTHON:
+            text = re.sub(pattern, words, text)
+        if text != str(error):
+            error.args = (text,)
+        raise

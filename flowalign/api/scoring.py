@@ -7,8 +7,9 @@ from typing import Any
 
 from flowalign.api.data import to_columns
 from flowalign.api.objects import share_rewards
+from flowalign.api.options import advise_in_python
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
-from flowalign.curation.score_table import PairingRule, read_table
+from flowalign.curation.score_table import PairingRule, find_table, read_table
 from flowalign.curation.scoring.part_files import (
     PartFiles,
     Throughput,
@@ -20,8 +21,7 @@ from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
 from flowalign.rewards.checked import load
 from flowalign.rewards.direct import read_clips
-from flowalign.types import RewardModel
-from flowalign.utils.folders import hold_lock, record_settings
+from flowalign.utils.folders import check_folder_path, hold_lock, record_settings
 from flowalign.utils.imports import import_optional
 
 _FPS = 8.0
@@ -55,6 +55,7 @@ class Pairs(list[dict[str, Any]]):
         """Scores of the pairs, which may own the folder with the images."""
 
 
+@advise_in_python()
 def score(
     data: Any,
     rewards: Any,
@@ -85,14 +86,19 @@ def score(
     """
     temporary = TemporaryDirectory()
     folder = Path(out or temporary.name)
+    check_folder_path(folder, "out")
     folder.mkdir(parents=True, exist_ok=True)
     source = _write_media(data, prompts, folder) if _is_media(data) else data
     dataset = open_dataset(source, columns=columns)
-    models = _load_rewards(rewards)
+    models = list(share_rewards(rewards).values())
+    if not models:
+        raise ValueError("rewards is empty: give at least one function or reward model")
     job = ScoringJob(
         dataset, models, folder, batch_size, limit=limit, max_failed_fraction=max_failed_fraction
     )
     check_prompts(dataset, models)
+    for model in models:
+        load(model)
     settings: dict[str, Any] = {"identity": dataset.identity(), "schema": dataset.schema.name}
     settings |= {"fingerprint": join_fingerprints(job.models), "limit": limit}
     record_settings(folder / "manifest.json", settings, "flowalign.score")
@@ -106,15 +112,7 @@ def _read_columns(folder: Path, blocks: Sequence[int]) -> dict[str, list[Any]]:
     return to_columns([join_own_columns(row) for row in PartFiles(folder / "parts").rows(blocks)])
 
 
-def _load_rewards(rewards: Any) -> list[RewardModel]:
-    models = list(share_rewards(rewards).values())
-    if not models:
-        raise ValueError("rewards is empty: give at least one function or reward model")
-    for model in models:
-        load(model)
-    return models
-
-
+@advise_in_python()
 def make_pairs(
     table: Table | str | Path,
     rule: str = "best_worst",
@@ -138,10 +136,12 @@ def make_pairs(
     Raises:
         ValueError: The table has no such dimension, or it gives no pair.
     """
-    file = table.folder if isinstance(table, Table) else Path(table)
-    file = file / "scores.parquet" if file.is_dir() else file
+    file = find_table(table.folder if isinstance(table, Table) else Path(table))
     scored = read_table(file, list(dimensions))
     chosen = dict.fromkeys(scored.dims, 1.0) | dict(weights or {})
+    if unknown := sorted(chosen.keys() - set(scored.dims)):
+        there = ", ".join(scored.dims)
+        raise ValueError(f"weights names {unknown[0]}, which is not compared; there are {there}")
     chosen_rule = PairingRule(rule, chosen, min_gap=min_gap, max_per_prompt=max_per_prompt)
     job = PairingJob(scored, chosen_rule, chosen_rule.compares_labels)
     found = find_pairs(job)

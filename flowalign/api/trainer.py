@@ -11,12 +11,12 @@ from flowalign.api.composition import DATA, HELD_OUT, PROMPTS, compose_options
 from flowalign.api.data import to_columns, write_requests
 from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import name_objects, share_rewards
-from flowalign.api.options import Options, Prompts, check_names
+from flowalign.api.options import Options, Prompts, advise_in_python, check_names
 from flowalign.api.result import Result, check_publishing, is_main
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.model_card import describe_subject
-from flowalign.runs.planning import plan
+from flowalign.runs.planning import plan, shorten_plan
 from flowalign.runs.session import Session, start
 from flowalign.runs.train_session import iterate, measure
 from flowalign.training import checkpoint
@@ -48,6 +48,7 @@ class Trainer:
         TypeError: An argument is unknown.
     """
 
+    @advise_in_python()
     def __init__(
         self,
         pipe: Any,
@@ -92,12 +93,12 @@ class Trainer:
         """Run the remaining steps, and yield the metrics of each."""
         log, run = get_log(), self._loaded.run
         world = int(os.environ.get("WORLD_SIZE", 1))
-        with ExitStack() as stack:
+        with advise_in_python(), ExitStack() as stack:
             stack.enter_context(share_objects(self._inputs))
             if is_main():
-                table(f"plan of {run.output_dir}", plan(run, world))
+                table(f"plan of {run.output_dir}", shorten_plan(plan(run, world)))
             keep = stack.enter_context(loaded_pipe.borrow(self.pipe))
-            resume = self._checkpoint() if self.options.get("resume") else None
+            resume = self._checkpoint(self.options.get("resume", False))
             settings = name_objects(self._loaded)
             overwrite = self.options.get("overwrite", False)
             session = start(run, settings, log, resume, overwrite)
@@ -167,8 +168,12 @@ class Trainer:
             if address := self.result.push_to_hub(name, license=license, private=private):
                 get_log()(f"published: {address}")
 
-    def _checkpoint(self) -> Path | None:
-        return self.state or (self.output_dir if self.output_dir.is_dir() else None)
+    def _checkpoint(self, resume: bool | str) -> Path | None:
+        """Return the checkpoint to continue from, or a run directory that has none yet."""
+        if isinstance(resume, str):
+            return Path(resume)
+        newest = self.state or (self.output_dir if self.output_dir.is_dir() else None)
+        return newest if resume else None
 
 
 def align(

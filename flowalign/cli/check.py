@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_config, add_processes, number, read_settings, whole
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from flowalign.runs.capacity import Cluster
 
 HELP = "Validate a run file without reading weights, and print its plan."
-_COST = re.compile(r"(?!updates|decodes|transitions)(.+) per step")
-"""Rows of a plan that count the main work of a step."""
-_ASKED = ("sampling asks", "memory of the device")
-"""Further rows of the short plan."""
 _LIST = re.compile(r"\[\d+(?:, \d+){4,}\]")
 
 
@@ -55,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
     from flowalign.runs.capacity import capacity_rows, plan_capacity
     from flowalign.runs.config import load_with_origins
-    from flowalign.runs.planning import plan
+    from flowalign.runs.planning import plan, shorten_plan
     from flowalign.utils.local_modules import list_files
 
     loaded = load_with_origins(*read_settings(args))
@@ -79,26 +74,6 @@ def run(args: argparse.Namespace) -> int:
             found = plan_capacity(settings, cluster)
             table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, found))
     return 0
-
-
-def shorten_plan(rows: Mapping[str, str]) -> dict[str, str]:
-    """Return the trained parts, the cost of a step, the memory and the warnings of a plan."""
-    counts = {found[1]: text for name, text in rows.items() if (found := _COST.fullmatch(name))}
-    memory, smallest = rows["memory, about"], rows["fits a GPU of"]
-    if main := rows.get("main memory, about"):
-        memory += f"; main memory {main.partition(':')[0]}"
-    if smallest.startswith("none") and (advice := rows.get("to fit 80 GB")):
-        smallest += f"; to fit 80 GB: {advice}"
-    trained, _, share = rows["trainable parameters"].partition(" ")
-    return {
-        **{name: rows[name] for name in _ASKED if name in rows},
-        "trains": f"{trained} of {rows['denoiser parameters']} parameters {share}; "
-        f"updates per step: {rows['updates per step']}",
-        "a step": "; ".join(f"{name}: {text}" for name, text in counts.items()),
-        "memory": memory,
-        "smallest GPU": smallest,
-        **{name: text for name, text in rows.items() if name.startswith("warning")},
-    }
 
 
 def join_ranges(text: str) -> str:

@@ -97,8 +97,6 @@ def _check(args: argparse.Namespace) -> None:
     from flowalign.curation.scoring.part_files import needs_pyarrow
 
     check_folder_path(Path(args.out))
-    if not 0 <= args.max_failed_fraction <= 1:
-        raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
     if args.summarize is not None and args.shard:
         raise ValueError("--summarize needs all shards: set it in the run without --shard")
     if args.format == "parquet":

@@ -132,8 +132,7 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
 
 def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
     """Print the plan, train, and print the outcome; store the command in the run directory."""
-    from flowalign.cli.check import shorten_plan
-    from flowalign.runs.planning import plan
+    from flowalign.runs.planning import plan, shorten_plan
     from flowalign.runs.session import start
     from flowalign.runs.train_session import train
     from flowalign.training import checkpoint

@@ -4,8 +4,9 @@ A GPU of 24 GB is counted as 24 x 10^9 bytes. The remaining 7 % or so is left to
 gaps between tensors.
 """
 
+import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 
 from flowalign.data.requests import read_requests
@@ -52,6 +53,10 @@ GPUS = {
 }
 """Known types. The network is that of the vendor's machine with 8 such GPUs: 400 Gbit/s per GPU for
 Hopper and Blackwell, 200 for Ampere and Ada, 100 for consumer cards."""
+_COST = re.compile(r"(?!updates|decodes|transitions)(.+) per step")
+"""Rows of a plan that count the main work of a step."""
+_ASKED = ("sampling asks", "memory of the device")
+"""Further rows of the short plan."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -209,6 +214,26 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         **run_memory.speed_rows(run, model, parts),
         **run_memory.loading(run, model, groups),
         **fit_rows(parts, model.text_bytes > 0),
+    }
+
+
+def shorten_plan(rows: Mapping[str, str]) -> dict[str, str]:
+    """Return the trained parts, the cost of a step, the memory and the warnings of a plan."""
+    counts = {found[1]: text for name, text in rows.items() if (found := _COST.fullmatch(name))}
+    memory, smallest = rows["memory, about"], rows["fits a GPU of"]
+    if main := rows.get("main memory, about"):
+        memory += f"; main memory {main.partition(':')[0]}"
+    if smallest.startswith("none") and (advice := rows.get("to fit 80 GB")):
+        smallest += f"; to fit 80 GB: {advice}"
+    trained, _, share = rows["trainable parameters"].partition(" ")
+    return {
+        **{name: rows[name] for name in _ASKED if name in rows},
+        "trains": f"{trained} of {rows['denoiser parameters']} parameters {share}; "
+        f"updates per step: {rows['updates per step']}",
+        "a step": "; ".join(f"{name}: {text}" for name, text in counts.items()),
+        "memory": memory,
+        "smallest GPU": smallest,
+        **{name: text for name, text in rows.items() if name.startswith("warning")},
     }
 
 

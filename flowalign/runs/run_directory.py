@@ -161,8 +161,7 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
     elif not (is_unused(folder) or is_untrained(folder)):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
-            "Add --resume to continue it, --overwrite to replace it (from Python: resume=True, "
-            "overwrite=True), or choose another output_dir."
+            "Add --resume to continue it, --overwrite to replace it, or choose another output_dir."
         )
 
 

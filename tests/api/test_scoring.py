@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 import flowalign
-from tests.fixtures.scripts import SIZE, open_sd3, redness
+from flowalign.types import RewardModel, RewardSpec
+from tests.fixtures.scripts import SIZE, assert_no_shell, open_sd3, redness
 
 COLOURS = ["red", "black", "#800000", "#400000"]
 
@@ -111,3 +112,55 @@ def test_a_missing_column_and_an_empty_table_are_named(tmp_path):
         flowalign.score(data, redness, columns={"prompt": "caption"})
     with pytest.raises(ValueError, match="rewards is empty"):
         flowalign.score(images(), {})
+
+
+class Asks(RewardModel):
+    """Needs prompts, and must not be loaded for data without any."""
+
+    spec = RewardSpec("asks", ("fit",), "any", (0.0, 1.0), "none", needs=("prompt",))
+
+    def load(self):
+        raise AssertionError("loaded before its prompts were checked")
+
+    def score(self, batch):
+        raise AssertionError("never scored")
+
+
+WRONG = {
+    "unmapped": ({"data": [{"file": "a.png"}]}, r"such as columns=\{'image': 'file'\}"),
+    "prompts": ({"data": [{"image": "a.png"}]}, r"or name their column: columns=\{'prompt': "),
+    "batch": ({"batch_size": 0}, "^batch_size is 0; it must be at least 1"),
+    "limit": ({"limit": 0}, "^limit is 0; it must be at least 1"),
+    "share": ({"max_failed_fraction": 3.0}, "^max_failed_fraction is 3.0; it must be at least 0"),
+    "file": ({"out": __file__}, "^out .* is a file; it must be a folder"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_of_score_are_named_as_in_python(name):
+    changes, message = WRONG[name]
+    rewards = {"prompts": Asks()}.get(name, redness)
+    given = {"data": images(), "rewards": rewards, "prompts": "a"} | changes
+    with pytest.raises(ValueError, match=message) as error:
+        flowalign.score(**given)
+    assert_no_shell(str(error.value))
+
+
+def test_other_settings_of_a_folder_and_wrong_pairs_are_named_as_in_python(tmp_path):
+    table = flowalign.score(images(), redness, "a", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="choose another out, or the earlier") as error:
+        flowalign.score(images()[:1], redness, "a", out=tmp_path / "out")
+    assert_no_shell(str(error.value))
+    wrong = {
+        "rule is 'best'; it must be one of best_worst": {"rule": "best"},
+        "min_gap is -1; it must be at least 0": {"min_gap": -1.0},
+        "max_per_prompt is 0; it must be at least 1": {"max_per_prompt": 0},
+        "weights names blue, which is not compared; there are redness": {"weights": {"blue": 1.0}},
+        "there are redness": {"dimensions": ["blue"]},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message) as error:
+            flowalign.make_pairs(table, **changes)
+        assert_no_shell(str(error.value))
+    with pytest.raises(ValueError, match="'gone' does not exist"):
+        flowalign.make_pairs("gone")

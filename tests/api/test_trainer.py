@@ -15,7 +15,16 @@ from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import share_rewards
 from flowalign.rewards.checked import RewardError
 from tests.fixtures.matrix import golden
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
+from tests.fixtures.scripts import (
+    PROMPTS,
+    SIZE,
+    SMALL,
+    adapter,
+    assert_no_shell,
+    open_pipe,
+    open_sd3,
+    redness,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -174,6 +183,8 @@ WRONG = {
     "folder": ({"settings": {"output_dir": "b"}}, "output_dir cannot be set: give output_dir="),
     "path": ({"model": {"path": "b"}}, "policy.path cannot be set"),
     "moved": ({"settings": {"device": "cuda"}}, r"device cannot be set: .* pipe.to"),
+    "steps": ({"num_steps": 0}, "^num_steps is 0; it must be at least 1"),
+    "class": ({"model": {"class_path": "pipelines.Nope"}}, "model=.*'pipelines.Nope'.* no class"),
     "quantized": ({"settings": {"quantization.denoiser": "int8"}}, "already loaded"),
 }
 
@@ -189,7 +200,27 @@ def test_wrong_arguments_are_refused_before_the_pipeline_changes(name, tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         flowalign.Trainer(pipe, rewards, prompts, **given)
     assert len(str(error.value).splitlines()) <= 5
+    assert_no_shell(str(error.value))
     assert describe(pipe) == before
+
+
+def test_an_earlier_run_is_continued_or_replaced_by_arguments(tmp_path, capsys):
+    def train(name, **changes):
+        return new_trainer(open_sd3(tmp_path / name), tmp_path, **changes).train()
+
+    train("first")
+    assert "│ smallest GPU " in capsys.readouterr().out  # the short plan, as in the shell
+    with pytest.raises(ValueError, match="Add resume=True to continue it, overwrite=True") as error:
+        train("again")
+    assert_no_shell(str(error.value))
+    train("continued", num_steps=3, resume=True)
+    first, newest = sorted((tmp_path / "run/checkpoints").iterdir())
+    file = newest / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"to resume from it: resume='{first}'") as error:
+        train("damaged", num_steps=4, resume=True)
+    assert_no_shell(str(error.value))
+    assert train("older", num_steps=4, resume=str(first)).summary["steps"] == 4
 
 
 def test_a_reward_with_a_wrong_number_of_scores_ends_the_run_before_an_update(tmp_path):

@@ -187,7 +187,7 @@ def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_cap
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--max_failed_fraction", 2, r"2.0 is outside \[0, 1\]"),
+        ("--max_failed_fraction", 2, "is 2.0; it must be at least 0 and at most 1"),
         ("--processes", 10_000, "--processes is 10000, but this machine has"),
         ("--schema", "pick", "'pick' is unknown"),
         ("--root", "nowhere", "'nowhere', does not exist"),

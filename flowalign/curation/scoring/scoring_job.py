@@ -24,6 +24,7 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
 from flowalign.rewards.checked import CheckedReward
 from flowalign.types import RewardModel
+from flowalign.types.ranges import PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.console import say
 from flowalign.utils.files import write_text
 
@@ -48,21 +49,22 @@ class ScoringJob:
     dataset: Dataset
     models: Sequence[RewardModel]
     folder: Path
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Number of images or videos per call of a model."""
-    workers: int = 4
+    workers: PositiveInt = 4
     """Number of decoder threads."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Number of records to score, from the first one. None: all."""
-    max_frames: int | None = None
+    max_frames: PositiveInt | None = None
     """Largest number of evenly spaced frames of a video. None: all."""
-    max_failed_fraction: float = 0.05
+    max_failed_fraction: UnitInterval = 0.05
     """Share of failed rows, in [0, 1], above which the job stops."""
     shard: tuple[int, int] = (0, 1)
     """Shard (i, n): this process scores every n-th block of records, beginning with the i-th."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an invalid shard, or if two columns would have one name."""
+        """Raise ValueError for numbers out of range, or if two columns would have one name."""
+        require_ranges(self)
         dims = [dim for model in self.models for dim in model.spec.dims]
         repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
         if repeated:
