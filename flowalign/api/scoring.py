@@ -91,21 +91,30 @@ def score(
     source = _write_media(data, prompts, folder) if _is_media(data) else data
     dataset = open_dataset(source, columns=columns)
     models = list(share_rewards(rewards).values())
-    if not models:
-        raise ValueError("rewards is empty: give at least one function or reward model")
-    job = ScoringJob(
-        dataset, models, folder, batch_size, limit=limit, max_failed_fraction=max_failed_fraction
-    )
-    check_prompts(dataset, models)
-    for model in models:
-        load(model)
-    settings: dict[str, Any] = {"identity": dataset.identity(), "schema": dataset.schema.name}
-    settings |= {"fingerprint": join_fingerprints(job.models), "limit": limit}
-    record_settings(folder / "manifest.json", settings, "flowalign.score")
+    share = max_failed_fraction
+    job = ScoringJob(dataset, models, folder, batch_size, limit=limit, max_failed_fraction=share)
+    settings = _load(job)
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
-        finish(folder, blocks, "parquet", settings).check(max_failed_fraction)
+        finish(folder, blocks, "parquet", settings).check(share)
     return Table(_read_columns(folder, blocks), folder, temporary)
+
+
+def _load(job: ScoringJob) -> dict[str, Any]:
+    """Load the rewards after the checks that need no weights; record and return the settings."""
+    if not job.models:
+        raise ValueError("rewards is empty: give at least one function or reward model")
+    check_prompts(job.dataset, job.models)
+    for model in job.models:
+        load(model)
+    settings = {
+        "identity": job.dataset.identity(),
+        "schema": job.dataset.schema.name,
+        "fingerprint": join_fingerprints(job.models),
+        "limit": job.limit,
+    }
+    record_settings(job.folder / "manifest.json", settings, "flowalign.score")
+    return settings
 
 
 def _read_columns(folder: Path, blocks: Sequence[int]) -> dict[str, list[Any]]:

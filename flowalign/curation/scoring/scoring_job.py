@@ -66,8 +66,7 @@ class ScoringJob:
         """Raise ValueError for numbers out of range, or if two columns would have one name."""
         require_ranges(self)
         dims = [dim for model in self.models for dim in model.spec.dims]
-        repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
-        if repeated:
+        if repeated := sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED}):
             raise ValueError(f"reward dimensions {repeated} would share a column with another")
         if not 0 <= self.shard[0] < self.shard[1]:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}; i/n needs 0 <= i < n")
