@@ -43,14 +43,9 @@ def latent_gradient(
     The graph of decoder and rewards is freed. A sample with a non-finite reward or gradient counts
     as failed and does not affect other samples.
     """
-    assert policy.renderer, "a recipe refuses policies that cannot render"
     leaf = clean.detach().requires_grad_()
     with torch.enable_grad():
-        media = policy.renderer.render(leaf, frames)
-        rewards.costs.decodes += len(media)
-        fps = policy.fps if media.shape[1] > 1 else None
-        output = score(rewards.batch(media, requests, fps=fps))
-        total = (output.values.nan_to_num() * rewards.weights).sum(1)
+        output, total = score_latents(policy, rewards, score, leaf, requests, frames)
         usable = rewards.usable(output.valid)
         each = loss(total) * usable
         gradient = torch.zeros_like(leaf)
@@ -66,6 +61,26 @@ def latent_gradient(
         total=torch.where(usable, total.detach(), torch.nan),
         output=output,
     )
+
+
+def score_latents(
+    policy: Policy,
+    rewards: Rewards,
+    score: Scorer,
+    latents: Float[Tensor, "n *latent"],
+    requests: Sequence[Request],
+    frames: Sequence[int] | None = None,
+) -> tuple[RewardOutput, Float[Tensor, "n"]]:
+    """Decode and score latents, and return all dimensions and the weighted rewards.
+
+    A failed dimension counts as 0 in the weighted reward.
+    """
+    assert policy.renderer, "a recipe refuses policies that cannot render"
+    media = policy.renderer.render(latents, frames)
+    rewards.costs.decodes += len(media)
+    fps = policy.fps if media.shape[1] > 1 else None
+    output = score(rewards.batch(media, requests, fps=fps))
+    return output, (output.values.nan_to_num() * rewards.weights).sum(1)
 
 
 def _with_failures(output: RewardOutput, finite: Bool[Tensor, "n"]) -> RewardOutput:

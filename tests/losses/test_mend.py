@@ -1,5 +1,7 @@
 """MEND: caps, worth of moves, the fit of accepted moves, and its run."""
 
+import math
+
 import pytest
 import torch
 from torch import tensor
@@ -74,6 +76,14 @@ def test_the_floor_follows_the_median_and_never_falls():
     assert raise_floor(None, tensor([1.0, 2.0, 9.0])) == 2.0
     assert raise_floor(2.0, tensor([3.0])) == pytest.approx(2.1)
     assert raise_floor(2.0, tensor([-3.0])) == 2.0
+
+
+def test_the_floor_waits_for_the_first_known_reward():
+    unknown = tensor([torch.nan, torch.nan])
+    assert math.isnan(raise_floor(None, unknown))
+    assert raise_floor(math.nan, tensor([torch.nan, 3.0])) == 3.0
+    assert raise_floor(3.0, unknown) == 3.0
+    assert reward_cap(unknown, tensor([0, 0]), 0.75, math.nan).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -152,5 +162,7 @@ def test_wrong_settings_are_refused(tmp_path):
         RewardProposals(query=0)
     with pytest.raises(ValueError, match=r"quantile is 1.5"):
         RewardProposals(query=2, quantile=1.5)
+    with pytest.raises(ValueError, match=r"proposals.lengths is empty"):
+        RewardProposals(query=2, lengths=())
     with pytest.raises(ValueError, match=r"set weight_map to null"):
         groups(tmp_path, proposals=PROPOSALS, weight_map="region")

@@ -3,6 +3,7 @@
 Source: MEND, arXiv:2610.05954, and code of shreshthsaini/MEND-RL.
 """
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -15,17 +16,16 @@ from flowalign.functional.transition import per_row
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
 
-_TINY = 1e-12
-"""Added to the norm that divides a gradient."""
-_FLOOR_RATE = 0.1
-_FEWEST, _MOST, _FACTOR = 0.3, 0.6, 1.5
-_CHEAPEST, _DEAREST = 1e-3, 10.0
-
 
 def raise_floor(floor: float | None, reward: Float[Tensor, "n"]) -> float:
-    """Return the lowest cap: it follows the median of all rewards upwards, and never falls."""
-    median = float(reward.quantile(0.5))
-    return median if floor is None else max(floor, floor + _FLOOR_RATE * (median - floor))
+    """Return the lowest cap: it follows the median of all rewards upwards, and never falls.
+
+    Unknown rewards (NaN) are left out. It is NaN until a reward is known.
+    """
+    median = float(reward.nanquantile(0.5))
+    if floor is None or math.isnan(floor):
+        return median
+    return max(floor, floor + 0.1 * (median - floor))
 
 
 def reward_cap(
@@ -47,8 +47,7 @@ def propose(
 ) -> list[Float[Tensor, "n *latent"]]:
     """Return moves along the gradient, whose root mean squares are the lengths."""
     rms = gradient.flatten(1).square().mean(1).sqrt()
-    direction = gradient / per_row(rms + _TINY, gradient)
-    return [length * direction for length in lengths]
+    return [length * gradient / per_row(rms + 1e-12, gradient) for length in lengths]
 
 
 def accept_moves(
@@ -63,22 +62,18 @@ def accept_moves(
     A move d to the reward R is worth min(R, cap) - mean(d^2) / (2 price). An unknown reward (NaN)
     is never accepted. A `price` is the paper's tau: the larger it is, the cheaper are moves.
     """
-    best, chosen = reward.minimum(cap), torch.zeros_like(moves[0])
-    for move, reached in zip(moves, rewards, strict=True):
-        worth = reached.minimum(cap) - move.flatten(1).square().mean(1) / (2 * price)
-        better = worth > best
-        best = torch.where(better, worth, best)
-        chosen = torch.where(per_row(better.to(worth), move) > 0, move, chosen)
-    return chosen
+    options = torch.stack([torch.zeros_like(moves[0]), *moves])
+    costs = options.flatten(2).square().mean(2) / (2 * price)
+    worth = torch.stack([reward, *rewards]).minimum(cap) - costs
+    best = worth.nan_to_num(nan=-math.inf).argmax(0)  # of equal ones the first, which stays
+    return options[best, torch.arange(len(reward))]
 
 
 def adapt_price(price: float, accepted: float, proposed: float) -> float:
     """Return the price of the next step, which keeps 30 to 60 % of the proposals accepted."""
-    if not proposed:
-        return price
-    share = accepted / proposed
-    factor = _FACTOR if share < _FEWEST else 1 / _FACTOR if share > _MOST else 1.0
-    return min(max(price * factor, _CHEAPEST), _DEAREST)
+    share = accepted / proposed if proposed else 0.5
+    factor = 1.5 if share < 0.3 else 1 / 1.5 if share > 0.6 else 1.0
+    return min(max(price * factor, 1e-3), 10.0)
 
 
 def mend(
@@ -112,8 +107,5 @@ class MEND(MatchingLoss):
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        move = batch["ascent"]
-        each = mend(batch["policy"], move, batch["sigma"])
-        loss = (batch["weight"] * each).mean()
-        moved = move.flatten(1).square().mean(1)
-        return loss, {"policy_loss": loss.detach(), "move_square": moved.mean()}
+        loss = (batch["weight"] * mend(batch["policy"], batch["ascent"], batch["sigma"])).mean()
+        return loss, {"policy_loss": loss.detach()}

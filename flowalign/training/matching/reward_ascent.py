@@ -73,17 +73,12 @@ class Moves(ABC):
 
     @property
     @abstractmethod
-    def gradients(self) -> int:
-        """Return the number of reward gradients per sample."""
-
-    @property
-    def proposals(self) -> int:
-        """Return the largest number of further scores per sample, without gradient."""
-        return 0
+    def scores(self) -> tuple[int, int]:
+        """Return the numbers per sample of reward gradients, and of other scores, at most."""
 
     def extend_plan(self, plan: RecipePlan, examples: int, rewards: Rewards) -> RecipePlan:
         """Add the cost of the moves of `examples` samples."""
-        gradients, proposals = examples * self.gradients, examples * self.proposals
+        gradients, proposals = (examples * each for each in self.scores)
         scored, models = gradients + proposals, len(rewards.weighted().models)
         rows = {"reward gradients per step": f"{gradients}"}
         rows |= {"proposed moves per step": f"at most {proposals}"} if proposals else {}
@@ -121,8 +116,8 @@ class RewardAscent(Moves, Mover):
 
     @property
     @override
-    def gradients(self) -> int:
-        return 2 * self.steps - 1
+    def scores(self) -> tuple[int, int]:
+        return 2 * self.steps - 1, 0
 
     @override
     def open(self, processes: Processes) -> Mover:
