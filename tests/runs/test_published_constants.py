@@ -48,6 +48,21 @@ PUBLISHED = {
     },
     # CRD, arXiv:2603.14128, as in Flow-Factory's SD3.5-M configuration for text
     (SD35, METHODS + "crd.yaml"): {"recipe.loss.kl": 0.1, "recipe.loss.least_kl": 1e-4},
+    # MEND, arXiv:2610.05954, on Z-Image-Turbo
+    (MODELS + "z_image.yaml", METHODS + "mend.yaml", "configs/tasks/mend_turbo.yaml"): {
+        "num_steps": 100,
+        "policy.guidance": 1.0,
+        "recipe.data.prompts_per_step": 48,
+        "recipe.data.sampling.num_steps": 9,
+        "recipe.data.sampling.samples_per_prompt": 12,
+        "recipe.data.sampling.tail_ratio": None,
+        "recipe.data.proposals.query": 8,
+        "recipe.data.proposals.quantile": 0.75,
+        "recipe.times.start": 8,
+        "policy.network.lora.rank": 32,
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.eps": 1e-12,
+    },
     # MixGRPO, arXiv:2507.21802v7: FLUX.1, then SD3.5-M
     (CREDIT + "flux1_dev/mixgrpo.yaml",): {
         "recipe.sampling.num_steps": 25,
