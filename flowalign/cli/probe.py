@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from flowalign.utils.folders import check_file_path, check_folder_path
 
 if TYPE_CHECKING:
     from flowalign.studies.probe.figures import ProbeAnalysis
+    from flowalign.studies.probe.measure import OutcomeVariance
     from flowalign.studies.probe.probe_settings import Setting
 
 HELP = "Measure signal and noise of each denoising step's gradient, at fixed weights."
@@ -36,13 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="values of a setting to compare; if repeated, all combinations",
     )
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        default=[],
-        metavar="PxS",
-        help="layouts to compare, prompts per step x samples per prompt, such as 16x12 8x24",
-    )
+    layouts = "layouts to compare, prompts per step x samples per prompt, such as 16x12 8x24"
+    parser.add_argument("--layouts", nargs="+", default=[], metavar="PxS", help=layouts)
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--weights", metavar="FOLDER", help="saved weights (default: the model's)")
     weights.add_argument(
@@ -60,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="vector that ranks settings and determines step weights: the gradient (default), or "
         "AdamW's update",
     )
+    asked = "measure instead, on so many prompts, at which steps siblings pay"
+    parser.add_argument("--credit", type=whole(2, 10_000), metavar="PROMPTS", help=asked)
     add_processes(parser)
     parser.add_argument("--overlay", metavar="FILE", help="run file for the recommended settings")
     parser.add_argument("--out", metavar="FOLDER", help="folder for a page and all results as JSON")
@@ -68,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table for each setting and their comparison, and return 0."""
-    from flowalign.distributed.processes import check_fits
     from flowalign.studies.probe.figures import (
         ProbeAnalysis,
         comparison,
@@ -80,10 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
     _check_outputs(args)
     found = _build_settings(args)
-    if starts_others(args.processes):
-        for setting in found:
-            check_fits(args.processes, setting.loaded.run.device)
-        relaunch(Launch(args.processes), args.words)
+    _start_others(args, found)
+    if args.credit:
+        return _show_credit(found, args.credit)
     judged: list[ProbeAnalysis] = []
     for setting, measured in probes(found, args.batches, get_log()):
         if measured is None:
@@ -101,6 +98,48 @@ def run(args: argparse.Namespace) -> int:
         configs, _ = read_settings(args)
         write_overlay(Path(args.overlay), configs, best.setting, recommend_weights(best))
     return 0
+
+
+def _start_others(args: argparse.Namespace, found: "list[Setting]") -> None:
+    """Run the command in all processes, if it has to start them."""
+    from flowalign.distributed.processes import check_fits
+
+    if starts_others(args.processes):
+        for setting in found:
+            check_fits(args.processes, setting.loaded.run.device)
+        relaunch(Launch(args.processes), args.words)
+
+
+def _show_credit(found: "list[Setting]", prompts: int) -> int:
+    """Print for each setting what causes the variance of outcomes, and where siblings pay."""
+    from flowalign.studies.probe.measure import open_setting, outcome_variance
+
+    for setting in found:
+        measured = outcome_variance(setting.loaded.run, open_setting(setting), prompts)
+        if measured is not None:
+            table(setting.name, format_credit(measured))
+    return 0
+
+
+def format_credit(found: "OutcomeVariance") -> dict[str, str]:
+    """Return the table of variances by step and reward dimension, with the recommended method."""
+
+    def by_dim(values: Sequence[float]) -> str:
+        return ", ".join(f"{d} {v:.3g}" for d, v in zip(found.dims, values, strict=True))
+
+    shown = {"samples of a prompt": by_dim(found.prompt.tolist())}
+    for step, row, gain in zip(found.steps, found.siblings.tolist(), found.gain, strict=True):
+        shown[f"siblings of step {step}"] = f"{by_dim(row)}: gain {gain:.2f}"
+    shown["scorer's error"] = by_dim(found.noise.tolist())
+    pays = [step for step, gain in zip(found.steps, found.gain, strict=True) if gain > 1]
+    shown["recommended"] = (
+        f"siblings at steps {pays}: recipe.credit flowalign.credit.MixedAdvantage with "
+        "advantages.scale given, and sampling.branching flowalign.sampling.Comb with "
+        f"common_noise true, children 4 and splits {pays}"
+        if pays
+        else "outcome credit: siblings pay at no step"
+    )
+    return shown
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

@@ -193,3 +193,27 @@ def standard_error(left: Float[Tensor, "J *rest"]) -> Float[Tensor, "*rest"]:
     probed on the same batches, pass the differences of their values.
     """
     return ((left - left.mean(0)).square().sum(0) * (len(left) - 1) / len(left)).sqrt()
+
+
+def sibling_gain(
+    own: Float[Tensor, "K"],
+    total: float,
+    noise: float,
+    *,
+    children: int,
+    ahead: Float[Tensor, "K"],
+    num_steps: int,
+    training: float = 3.0,
+) -> Float[Tensor, "K"]:
+    """Return the variance of outcome credit divided by that of sibling credit, at equal cost.
+
+    For the variance w^2 of outcomes that a step causes (`own`), the variance S of outcomes of a
+    prompt (`total`) and that of the scorer's error (`noise`), the gradient of a transition has the
+    variance S + s^2 + w^2 with outcomes. With `children` siblings that share all later noise it is
+    (2 w^2 + s^2) K / (K - 1). A transition costs T / K' + c forward passes with outcomes of K'
+    trained steps, and `ahead` + c / K + 1 with siblings that are completed in `ahead` steps each.
+    The cost c of training one is `training`. Siblings pay where the result exceeds 1.
+    """
+    outcome = (total + noise + own) * (num_steps / len(own) + training)
+    variance = (2 * own + noise) * children / (children - 1)
+    return outcome / (variance * (ahead + training / children + 1))

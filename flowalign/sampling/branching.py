@@ -84,15 +84,7 @@ class Tree(Branching):
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return a tree with children^levels leaves."""
-        window = _stochastic_steps(eta)
-        splits = window if self.splits is None else sorted(self.splits)
-        outside = sorted(set(splits) - set(window))
-        if outside or not splits:
-            raise ValueError(
-                f"branching splits at {outside or splits}, which the window does not make "
-                f"stochastic: it has steps {window}.\nChange recipe.sampling.branching.splits "
-                "or recipe.sampling.sde_window"
-            )
+        splits = _split_steps(self.splits, eta)
         leaves = self.children ** len(splits)
         if num_samples != leaves:
             raise ValueError(
@@ -117,8 +109,10 @@ class Comb(Branching):
     Source: TempFlow-GRPO, arXiv:2508.04324, 6 children and an ODE trunk. Common noise is our own.
     """
 
+    splits: Sequence[NonNegativeInt] | None = None
+    """Indices of the steps at which samples branch off. Null: every step of the window."""
     children: Children = 6
-    """Number of samples that are compared at each window step, at least 2."""
+    """Number of samples that are compared at each of these steps, at least 2."""
     common_noise: bool = False
     """Whether the trunk is stochastic and its branches reuse its later noise. The trunk is then one
     of the children of every step, and values are unbiased for the stochastic policy. False: trunk
@@ -134,17 +128,17 @@ class Comb(Branching):
 
         The last sample branches off last and holds the states of the trunk.
         """
-        window, trunk = _stochastic_steps(eta), num_samples - 1
+        splits, trunk = _split_steps(self.splits, eta), num_samples - 1
         branches = self.children - self.common_noise
-        expected = branches * len(window) + self.common_noise
+        expected = branches * len(splits) + self.common_noise
         if num_samples != expected:
             raise ValueError(
-                f"a comb with {self.children} children at each of the steps {window} has "
+                f"a comb with {self.children} children at each of the steps {splits} has "
                 f"{expected} samples per initial noise, not {num_samples}.\nSet "
                 f"recipe.sampling.samples_per_prompt to {expected} x "
                 "recipe.sampling.seeds_per_prompt"
             )
-        leaves_at = torch.tensor(window).repeat_interleave(branches)
+        leaves_at = torch.tensor(splits).repeat_interleave(branches)
         leaves_at = torch.cat([leaves_at, leaves_at[-1:]])[:num_samples, None]
         sample, steps = torch.arange(num_samples)[:, None], torch.arange(len(eta))
         on_trunk = torch.arange(len(eta) + 1) <= leaves_at
@@ -166,6 +160,20 @@ def arrange_samples(
         )
     one = branching.seed_layout(num_samples // seeds, eta)
     return BranchLayout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
+
+
+def _split_steps(splits: Sequence[int] | None, eta: Float[Tensor, "T"]) -> list[int]:
+    """Return the steps at which states split, in order."""
+    window = _stochastic_steps(eta)
+    chosen = window if splits is None else sorted(splits)
+    outside = sorted(set(chosen) - set(window))
+    if outside or not chosen:
+        raise ValueError(
+            f"branching splits at {outside or chosen}, which the window does not make "
+            f"stochastic: it has steps {window}.\nChange recipe.sampling.branching.splits "
+            "or recipe.sampling.sde_window"
+        )
+    return chosen
 
 
 def _stochastic_steps(eta: Float[Tensor, "T"]) -> list[int]:

@@ -62,6 +62,15 @@ def test_a_comb_with_common_noise_by_hand():
     ]
 
 
+def test_a_comb_that_branches_late_trains_its_trunk_everywhere():
+    """One branch at step 2; the trunk has siblings there only, and outcomes elsewhere."""
+    comb = Comb(children=2, common_noise=True, splits=[2])
+    trajectory = empty(settings(comb, 4, seeds=2))
+    assert trajectory.trained.int().tolist() == [[0, 0, 1, 0], [1, 1, 1, 0]] * 2
+    credit = MixedAdvantage(share=1.0)(trajectory, outcomes(1.0, 3.0, 4.0, 8.0)).value[..., 0]
+    assert credit.tolist() == [[0, 0, -2, 0], [-5, -5, 2, 0], [0, 0, -4, 0], [5, 5, 4, 0]]
+
+
 def test_copies_of_a_comb_use_their_own_noise():
     rows = empty(settings(COMB, 8, seeds=2)).rows
     assert rows.noise_row[4:].tolist() == (rows.noise_row[:4] + 4).tolist()

@@ -14,6 +14,7 @@ from flowalign.functional.signal import (
     moments,
     moments_of_halves,
     project,
+    sibling_gain,
     signal_to_noise,
     standard_error,
     subtract_estimation_error,
@@ -249,3 +250,12 @@ def test_the_error_of_a_mean_is_the_textbook_one():
 def test_too_few_blocks_are_refused(count, work):
     with pytest.raises(ValueError, match="there are 1 blocks of gradients"):
         work(Products(torch.zeros(count, 2, count, 2), torch.ones(count, dtype=torch.long)))
+
+
+def test_the_gain_of_siblings_by_hand():
+    """Step 0: 1.1 x 2.5 / (0.2 x 2 x 2.5). Step 1: (1.2 + s^2) x 2.5 / ((0.4 + s^2) x 2 x 1.5)."""
+    own, more = torch.tensor([0.1, 0.2]), {"ahead": torch.tensor([1.0, 0.0]), "num_steps": 3}
+    found = sibling_gain(own, 1.0, 0.0, children=2, training=1.0, **more)
+    torch.testing.assert_close(found, torch.tensor([2.75, 2.5]))
+    noisy = sibling_gain(own, 1.0, 3.0, children=2, training=1.0, **more)
+    torch.testing.assert_close(noisy[1], torch.tensor(4.2 * 2.5 / (3.4 * 3)))

@@ -1,21 +1,33 @@
 """The probe's gradients are those of the update, step by step, and no weight moves."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
+from flowalign.cli.probe import format_credit
 from flowalign.credit.chain import LambdaReturn
 from flowalign.credit.critic import Critic
 from flowalign.data.requests import Requests
-from flowalign.functional.signal import moments
+from flowalign.functional.signal import moments, sibling_gain
+from flowalign.functional.transition import FlowSDE, transition
 from flowalign.runs.session import open_run
 from flowalign.sampling.sde_windows import Random
 from flowalign.studies.probe import sums as module
-from flowalign.studies.probe.measure import gradients_of_steps, probe, probes
+from flowalign.studies.probe.measure import (
+    OutcomeVariance,
+    gradients_of_steps,
+    outcome_variance,
+    probe,
+    probes,
+)
 from flowalign.studies.probe.sums import BlockSums, adam_scale, projection
 from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import plain_requests
+from flowalign.types import RewardOutput, plain_requests
+from tests.fixtures.pixel import Redness
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
 
@@ -233,3 +245,38 @@ def test_gradients_that_need_too_much_memory_are_projected_with_and_without_mome
 def test_too_few_batches_are_refused_before_anything_loads(batches):
     with pytest.raises(ValueError, match=f"batches is {batches}; "):
         list(probes([], batches))
+
+
+class Brightness(Redness):
+    """Mean of the latents, which is linear in them."""
+
+    def score(self, batch):
+        value = batch.media.clamp(1e-6, 1 - 1e-6).logit().mean((1, 2, 3, 4))
+        return RewardOutput.build(self.spec, torch.stack([value, torch.zeros_like(value)], 1), {})
+
+
+def test_the_variance_of_a_linear_chain_is_that_of_its_steps(tmp_path):
+    """x' = a x + b e, so step k causes (b_k a_{k+1} ...)^2 / 3, and all together the total."""
+    run = new_run(tmp_path / "run", new_recipe(), [Brightness()])
+    found = outcome_variance(run, open_run(run), 1500)
+    sigmas, eta, one = torch.linspace(1, 0, 5), torch.tensor([0.8] * 3 + [0.0]), torch.ones(1, 3)
+    each = [transition(FlowSDE(), one, one, sigmas, k, eta[k : k + 1]) for k in range(4)]
+    a, b = [float(step.mean[0, 0]) for step in each], [float(step.std.max()) for step in each]
+    wanted = torch.tensor([(b[k] * math.prod(a[k + 1 :])) ** 2 / 3 for k in range(3)])
+    total = wanted.sum() + math.prod(a) ** 2 / 3
+    assert found.steps == [0, 1, 2]
+    assert found.dims == ["redness", "green", "weighted sum"]
+    torch.testing.assert_close(found.siblings[:, 2], wanted, rtol=0.08, atol=0)
+    torch.testing.assert_close(found.prompt[2], total, rtol=0.08, atol=0)
+    assert found.noise.max() < 1e-12
+    more = {"children": 4, "ahead": torch.tensor([3.0, 2, 1]), "num_steps": 4}
+    expected = sibling_gain(wanted, float(total), 0.0, **more)
+    torch.testing.assert_close(found.gain, expected, rtol=0.15, atol=0)
+
+
+def test_the_recommendation_names_the_steps_where_siblings_pay():
+    dims, ones = ["red", "weighted sum"], torch.ones(2)
+    found = OutcomeVariance(dims, [2, 3], torch.ones(2, 2), ones, ones, torch.tensor([0.5, 1.5]))
+    assert "splits [3]" in format_credit(found)["recommended"]
+    never = replace(found, gain=torch.tensor([0.5, 0.9]))
+    assert format_credit(never)["recommended"] == "outcome credit: siblings pay at no step"

@@ -1,4 +1,7 @@
-"""Measure signal and noise of each denoising step's gradient, at fixed weights."""
+"""Measure signal and noise of each denoising step's gradient, at fixed weights.
+
+It also measures what causes the variance of outcomes, which says where siblings pay.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,12 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.signal import Products
+from flowalign.functional.advantage import group_mean
+from flowalign.functional.signal import Products, sibling_gain
+from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.runs.session import RunParts, compute_batch, open_run
+from flowalign.sampling.branching import Comb
 from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
 from flowalign.training.engine import Statistics, Term, accumulate
@@ -21,7 +27,10 @@ from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
 )
-from flowalign.training.rollouts.collecting import rollout
+from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.types import Trajectory
+from flowalign.types.trajectory import sibling_ids
 from flowalign.utils.costs import Costs
 
 FEWEST = 6
@@ -74,7 +83,7 @@ def probes(
         log(f"probing {setting.name}")
         if parts is None or shared != _get_shared(setting):
             parts = None  # frees its memory before the next model is read
-            shared, parts = _get_shared(setting), _open_setting(setting)
+            shared, parts = _get_shared(setting), open_setting(setting)
         moments = setting.weights.moments if setting.weights else None
         yield setting, probe(setting.loaded.run, parts, batches, moments, log)
 
@@ -174,7 +183,99 @@ def _gradient(learner: Learner, term: Term, k: int) -> Float[Tensor, "p"]:
         learner.scaler.update(scale / 4)
 
 
-def _open_setting(setting: Setting) -> RunParts:
+@dataclass(frozen=True)
+class OutcomeVariance:
+    """Variance of outcomes by cause. The last column is the weighted sum of the reward dimensions.
+
+    All include the scorer's error.
+    """
+
+    dims: list[str]
+    """Names of the columns."""
+    steps: list[int]
+    """Trained denoising steps."""
+    siblings: Float[Tensor, "K R"]
+    """Variance among samples that differ by the noise of one step only."""
+    prompt: Float[Tensor, "R"]
+    """Variance among the independent samples of a prompt."""
+    noise: Float[Tensor, "R"]
+    """Variance of the scorer's error, from pictures that are moved by one pixel."""
+    gain: Float[Tensor, "K"]
+    """Gain of siblings over outcomes by the weighted sum, see `sibling_gain`."""
+
+
+def outcome_variance(
+    run: Run, parts: RunParts, prompts: int, children: int = 4
+) -> OutcomeVariance | None:
+    """Measure the outcomes of combs with common noise, two per prompt; no weight changes.
+
+    Only the main process gets the result; other ranks get None.
+    """
+    recipe, learner = require_policy_gradient(run.recipe), parts.learner
+    window, num_steps = recipe.rollouts.window(0), recipe.sampling.num_steps
+    sampling = replace(
+        recipe.sampling,
+        branching=Comb(children=children, common_noise=True),
+        samples_per_prompt=2 * ((children - 1) * len(window) + 1),
+        seeds_per_prompt=2,
+        untrained_steps="ode",
+    )
+    cfg = replace(
+        recipe.rollouts, sampling=sampling, credit=None, critic=None, advantages=AdvantageConfig()
+    )
+    chosen = parts.build_loop(run).requests.batch(0, prompts)
+    found = rollout(cfg, learner, chosen, run.seed, 0)
+    values = completion_values(cfg, learner, parts.rewards, found)
+    outcome = _with_sum(parts.rewards, values([num_steps])[:, 0])
+    moved = _with_sum(parts.rewards, _score_moved(learner, parts.rewards, found))
+    gather, rank = learner.processes.gather, learner.processes.rank << 40
+    outcome, moved, mask = gather(outcome), gather(moved), gather(found.trained)
+    group = gather(sibling_ids(found) + rank)
+    if not learner.processes.is_main:
+        return None
+    siblings = torch.stack(
+        [_variance_within(outcome[mask[:, k]], group[mask[:, k], k]) for k in window]
+    )
+    # Samples of different combs are independent, so all such pairs estimate the variance.
+    combs = outcome.unflatten(0, (-1, 2, sampling.samples_per_prompt // 2))
+    total = (combs.square().nanmean((1, 2)) - combs.nanmean(2).prod(1)).nanmean(0)
+    noise = (outcome - moved).square().nanmean(0) / 2
+    own, rest = (siblings - noise)[:, -1].clamp(min=0), float((total - noise)[-1].clamp(min=0))
+    ahead = num_steps - 1 - torch.tensor(window).float()
+    more = {"children": children, "ahead": ahead, "num_steps": num_steps}
+    gain = sibling_gain(own, rest, float(noise[-1]), **more)
+    dims = [*parts.rewards.dims, "weighted sum"]
+    return OutcomeVariance(dims, list(window), siblings, total, noise, gain)
+
+
+def _score_moved(learner: Learner, rewards: Rewards, found: Trajectory) -> Float[Tensor, "n R"]:
+    """Return the rewards of the final pictures, moved by one pixel."""
+    scored, size = [], len(found.requests)
+    for rows in torch.arange(size).split(found.group_size):
+        asked = [found.requests[int(i)] for i in rows]
+        x = found.state(found.num_steps, rows)
+        batch = rewards.decode(learner.policy, x, asked, [0] * len(rows))
+        media = torch.cat([batch.media[..., :1], batch.media[..., :-1]], -1)
+        scored.append(rewards.score(replace(batch, media=media)).values)
+    return torch.cat(scored)
+
+
+def _with_sum(rewards: Rewards, value: Float[Tensor, "n R"]) -> Float[Tensor, "n Q"]:
+    """Return rewards with their weighted sum as a further column."""
+    used = torch.where(rewards.weights != 0, value, 0.0)
+    return torch.cat([value, (used @ rewards.weights)[:, None]], 1)
+
+
+def _variance_within(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "R"]:
+    """Return the variance within groups, pooled and without bias."""
+    known = value.isfinite().all(1)
+    value, index = value[known], group[known].unique(return_inverse=True)[1]
+    squares = (value - group_mean(value, index)).square().sum(0)
+    return squares / max(len(value) - int(index.max()) - 1, 1)
+
+
+def open_setting(setting: Setting) -> RunParts:
+    """Load weights and rewards of a setting; raise ValueError if its weights are sharded."""
     run = setting.loaded.run
     parts = open_run(run)
     if parts.learner.is_sharded:
