@@ -28,7 +28,7 @@ from flowalign.runs.config import Run, load
 from flowalign.runs.planning import memory_parts
 from flowalign.runs.run_memory import peak
 from flowalign.training.learner import Learner
-from flowalign.training.recipe_plan import MemoryPart
+from flowalign.training.recipe import MemoryPart
 from flowalign.types import encode_requests
 from pipelines.network.weights import count_gathered
 from pipelines.parts.folder import Folder

@@ -14,8 +14,7 @@ from flowalign.extra.online_reward_loop import (
 )
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan, Refreshable, RewardModel
 
 

@@ -12,11 +12,15 @@ from flowalign.extra.tdm_parts import TDMSettings, open_roles
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.checkpoint_files import check_start
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import (
+from flowalign.training.recipe import (
+    Log,
+    Loop,
     MemoryPart,
+    Recipe,
     RecipePlan,
+    RunContext,
     StepWork,
+    TrainingPrompts,
     check_prompts_per_step,
     judge_row,
     samples_row,

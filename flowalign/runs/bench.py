@@ -30,7 +30,7 @@ from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
     require_policy_gradient,
 )
-from flowalign.training.recipe_plan import StepWork
+from flowalign.training.recipe import StepWork
 from flowalign.training.reference import FrozenCopy, Guided
 from flowalign.training.rollouts.collecting import finish_states
 from flowalign.training.rollouts.state_values import CompletionValues

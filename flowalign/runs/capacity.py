@@ -11,7 +11,7 @@ from pathlib import Path
 from flowalign.runs.config import Run
 from flowalign.runs.planning import Gpu, parts_of, plan_step
 from flowalign.runs.run_memory import peak, size
-from flowalign.training.recipe_plan import RecipePlan, StepWork
+from flowalign.training.recipe import RecipePlan, StepWork
 from flowalign.types import ModelPlan
 from flowalign.utils.files import read_object
 

@@ -16,7 +16,7 @@ from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_memory import peak, size
 from flowalign.training.divergence import plan_distance
 from flowalign.training.optimizers import check_kind
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan
+from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
 from flowalign.utils.tracking import check_trackers
 

@@ -9,7 +9,7 @@ import torch
 
 from flowalign.runs.config import Run
 from flowalign.training.optimizers import MOMENT_BYTES
-from flowalign.training.recipe_plan import MemoryPart
+from flowalign.training.recipe import MemoryPart
 from flowalign.types import ModelPlan, Sharding
 
 _LARGE = 10**9

@@ -31,17 +31,19 @@ from flowalign.training.checkpoint_files import (
     PREFIX,
     check_complete,
     check_files,
+    check_moments,
     check_weights,
     divided,
     latest,
     list_by_step,
+    put_back,
     read_sharded,
     save_sharded,
     shapes,
+    state_tensors,
     write_manifest,
 )
 from flowalign.training.learner import Learner
-from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.types.ranges import NonNegativeInt, PositiveInt, require_ranges
 from flowalign.utils.files import sync_file, sync_tree
 

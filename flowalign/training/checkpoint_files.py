@@ -1,13 +1,13 @@
-"""List the checkpoints of a run, verify their files, and read and write sharded tensors."""
+"""List the checkpoints of a run, verify their files, and prepare the tensors that they hold."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowalign.utils.files import digest_file
 from flowalign.utils.imports import LazyModule
@@ -170,3 +170,39 @@ def divided(tensor: Tensor, like: Tensor | None) -> Tensor:
     if not isinstance(like, dtensor.DTensor) or tensor.dim() == 0:
         return tensor
     return dtensor.distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
+    """Return the optimizer state of a parameter, by name; integers become tensors."""
+    kept = optimizer.state.get(p, {})
+    return {name: torch.as_tensor(value).detach() for name, value in kept.items()}
+
+
+def check_moments(kind: str, names: Collection[str]) -> None:
+    """Check that the moments in a checkpoint, given by tensor names, fit the optimizer.
+
+    Raises:
+        ValueError: Either the checkpoint or the optimizer has 8-bit moments, but not both.
+    """
+    found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
+    if found and ("state1" in found) != (kind == "adamw_8bit"):
+        before = "in 8 bits" if "state1" in found else "in float32"
+        raise ValueError(
+            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
+            "the checkpoint's run"
+        )
+
+
+def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Restore the results of `state_tensors`, keyed by the index of the parameter."""
+    plain = {
+        number: {name: _plain(value) for name, value in kept.items()}
+        for number, kept in state.items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": plain, "param_groups": groups})
+
+
+def _plain(value: Tensor) -> Tensor | int:
+    counts = value.dim() == 0 and not value.is_floating_point()
+    return int(value) if counts else value

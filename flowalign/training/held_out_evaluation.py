@@ -21,12 +21,12 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.training.divergence import (
+    SampleBounds,
     describe_media,
     diversity,
     list_distances,
     measure_divergence,
 )
-from flowalign.training.sample_bounds import SampleBounds
 from flowalign.training.watch import DIVERSITY, KL, Watch, measure_panel, measure_signals
 from flowalign.types import (
     Policy,

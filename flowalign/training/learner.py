@@ -1,7 +1,7 @@
 """Update the weights of a policy: parameters, optimizer, averages, and checks of each update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowalign.distributed.processes import Processes, gather_whole, is_sharded, local_part
 from flowalign.training.ema import EMA
 from flowalign.training.optimizers import OptimizerKind, check_kind, new_optimizer
-from flowalign.training.reference import TrainedSet, TrainedWeights, reference_for
+from flowalign.training.reference import TrainedSet, TrainedWeights, WeightOverride, reference_for
 from flowalign.types import Policy, VelocityField
 from flowalign.types.ranges import (
     Decay,
@@ -195,6 +195,17 @@ class Learner:
             "optim/learning_rate": rate,
             "optim/skipped": float(self.num_skipped),
         }
+
+    def keep_average(
+        self,
+        name: str,
+        decay: float | Callable[[int], float],
+        every: int = 1,
+        per: Literal["update", "step"] = "update",
+    ) -> VelocityField:
+        """Average the parameters from now on (see `EMA`); return the average's velocity field."""
+        self.averages[name] = EMA(self.parameters, decay, every, per)
+        return WeightOverride(self.policy, self.averages[name])
 
     @contextmanager
     def averaged(self, name: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Build AdamW by name: torch's, with 8-bit moments, or with moments in main memory."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -101,39 +101,3 @@ def new_optimizer(
     # its kernels write through pointers, and copies of the parameters must notice
     optimizer.register_step_post_hook(lambda *_: torch.autograd.graph.increment_version(updated))
     return optimizer
-
-
-def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
-    """Return the optimizer state of a parameter, by name; integers become tensors."""
-    kept = optimizer.state.get(p, {})
-    return {name: torch.as_tensor(value).detach() for name, value in kept.items()}
-
-
-def check_moments(kind: OptimizerKind, names: Collection[str]) -> None:
-    """Check that the moments in a checkpoint, given by tensor names, fit the optimizer.
-
-    Raises:
-        ValueError: Either the checkpoint or the optimizer has 8-bit moments, but not both.
-    """
-    found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
-    if found and ("state1" in found) != (kind == "adamw_8bit"):
-        before = "in 8 bits" if "state1" in found else "in float32"
-        raise ValueError(
-            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
-            "the checkpoint's run"
-        )
-
-
-def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Restore the results of `state_tensors`, keyed by the index of the parameter."""
-    plain = {
-        number: {name: _plain(value) for name, value in kept.items()}
-        for number, kept in state.items()
-    }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": plain, "param_groups": groups})
-
-
-def _plain(value: Tensor) -> Tensor | int:
-    counts = value.dim() == 0 and not value.is_floating_point()
-    return int(value) if counts else value

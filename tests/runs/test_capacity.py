@@ -23,7 +23,7 @@ from flowalign.runs.capacity import (
 )
 from flowalign.runs.config import load
 from flowalign.runs.planning import GPUS, Gpu, find_gpu
-from flowalign.training.recipe_plan import StepWork
+from flowalign.training.recipe import StepWork
 from flowalign.types import ModelPlan
 
 COSTS = UnitCosts(evaluation=2.0, update=3.0, decode=5.0, reward=7.0)

@@ -6,7 +6,7 @@ import torch
 from flowalign.runs import planning
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
-from flowalign.training.recipe_plan import MemoryPart
+from flowalign.training.recipe import MemoryPart
 from tests.fixtures.commands import exit_code
 
 GB = 10**9

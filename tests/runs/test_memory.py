@@ -12,7 +12,7 @@ from flowalign.runs.config import Run, load
 from flowalign.runs.planning import memory_parts, plan, settle_kept_blocks
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan
+from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Quantization, Saving, Sharding, Speed
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import as_recipe, new_recipe

@@ -7,7 +7,7 @@ import yaml
 
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan, prompt_rows
-from flowalign.training.recipe_plan import judge_row
+from flowalign.training.recipe import judge_row
 from flowalign.types import JudgeCalls
 from reward_models.signals.jpeg import JpegSize
 from tests.fixtures.pixel import PixelPolicy

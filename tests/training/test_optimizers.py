@@ -10,8 +10,9 @@ from flowalign.runs import run_memory
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
 from flowalign.training import checkpoint
+from flowalign.training.checkpoint_files import put_back, state_tensors
 from flowalign.training.learner import Optimizer
-from flowalign.training.optimizers import MOMENT_BYTES, new_optimizer, put_back, state_tensors
+from flowalign.training.optimizers import MOMENT_BYTES, new_optimizer
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import Killed, Mortal, go, new_run

@@ -7,8 +7,8 @@ import torch
 import yaml
 
 from flowalign.distributed.processes import ALONE
+from flowalign.training.divergence import SampleBounds
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
-from flowalign.training.sample_bounds import SampleBounds
 from tests.fixtures.commands import exit_code
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards

@@ -14,8 +14,7 @@ from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSe
 from flowalign.training.matching.reference_models import FrozenBase, start_from
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.times import SamplerGrid
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan
+from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
 from flowalign.types.losses import FIELDS, STEPS

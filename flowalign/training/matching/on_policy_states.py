@@ -22,10 +22,11 @@ from flowalign.training.matching.source import (
     StepExamples,
     StreamContext,
 )
-from flowalign.training.recipe import RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import (
+from flowalign.training.recipe import (
     RecipePlan,
+    RunContext,
     StepWork,
+    TrainingPrompts,
     check_prompts_per_step,
     samples_row,
 )

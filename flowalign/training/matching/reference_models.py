@@ -47,8 +47,7 @@ class Average:
         """
         d = self.decay
         ramp = d if isinstance(d, Ramp) else Ramp(start=d, highest=d)
-        learner.averages[name] = EMA(learner.parameters, ramp.at, per=self.per)
-        learner.fields[name] = WeightOverride(learner.policy, learner.averages[name])
+        learner.fields[name] = learner.keep_average(name, ramp.at, per=self.per)
         return learner.fields[name]
 
 
@@ -130,9 +129,7 @@ class PeriodicCopy(ReferenceModel):
     @override
     def field(self, learner: Learner) -> VelocityField:
         """Copy the parameters periodically, as an average with decay 0."""
-        average = EMA(learner.parameters, 0.0, self.every)
-        learner.averages["reference"] = average
-        return WeightOverride(learner.policy, average)
+        return learner.keep_average("reference", 0.0, self.every)
 
 
 @dataclass(frozen=True, kw_only=True)

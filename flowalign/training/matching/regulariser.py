@@ -15,8 +15,7 @@ from flowalign.training.matching.noising import NoiseLevels, noise_for, prepare
 from flowalign.training.matching.source import BatchStream, StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
-from flowalign.training.recipe import Log, RunContext
-from flowalign.training.recipe_plan import MemoryPart
+from flowalign.training.recipe import Log, MemoryPart, RunContext
 from flowalign.types import Batch, MatchingLoss, ModelPlan
 from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges

@@ -18,8 +18,8 @@ from flowalign.functional.reward_ascent import ascend_and_descend
 from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
-from flowalign.training.latent_gradient import latent_gradient
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.rewards.latent_gradient import latent_gradient
+from flowalign.training.recipe import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Batch, Policy, Request, SharedRows, Trajectory
 from flowalign.types.ranges import NonNegativeInt, PositiveFloat, PositiveInt, require_ranges

@@ -15,7 +15,7 @@ from flowalign.distributed.processes import Processes
 from flowalign.losses.matching import mend
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
-from flowalign.training.latent_gradient import latent_gradient, score_latents
+from flowalign.rewards.latent_gradient import latent_gradient, score_latents
 from flowalign.training.matching.reward_ascent import Mover, Moves, predict_clean, with_states
 from flowalign.types import Batch, Policy, Request, Trajectory
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, UnitInterval

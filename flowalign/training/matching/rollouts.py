@@ -23,8 +23,12 @@ from flowalign.training.matching.pair_streams import (
     count_pairs,
 )
 from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
-from flowalign.training.recipe import RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import RecipePlan, check_prompts_per_step
+from flowalign.training.recipe import (
+    RecipePlan,
+    RunContext,
+    TrainingPrompts,
+    check_prompts_per_step,
+)
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings

@@ -12,16 +12,15 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
+from flowalign.rewards.latent_gradient import check_gradients
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.training.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
 from flowalign.training.matching.reward_ascent import Moves, RewardAscent
 from flowalign.training.matching.reward_proposals import RewardProposals
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
-from flowalign.training.recipe import RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.recipe import RecipePlan, RunContext, TrainingPrompts
 from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings

@@ -12,8 +12,7 @@ from typing_extensions import override
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, RunContext
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.rollouts.collecting import CreditedRollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import (

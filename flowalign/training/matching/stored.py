@@ -39,8 +39,7 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.matching.stored_credit import stored_values, weigh_stored_steps
 from flowalign.training.matching.stored_settings import StoredSettings
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.reference import conditional
 from flowalign.types import Batch, ModelPlan, Policy
 from flowalign.utils.live_objects import find_object

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from flowalign.functional.advantage import most_uncertain, reward_uncertainty
 from flowalign.rewards.composite import Rewards
-from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner
-from flowalign.training.reference import WeightOverride
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
 
 
@@ -72,9 +70,7 @@ class ResetReference:
 
     def follow(self, learner: Learner) -> "MovingReference":
         """Replace the learner's reference by a copy of its weights."""
-        learner.averages["reference"] = EMA(learner.parameters, lambda _: 1.0)
-        moving = WeightOverride(learner.policy, learner.averages["reference"])
-        learner.fields["reference"] = moving
+        learner.fields["reference"] = learner.keep_average("reference", lambda _: 1.0)
         return MovingReference(self, learner)
 
 

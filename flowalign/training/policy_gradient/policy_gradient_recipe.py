@@ -15,8 +15,7 @@ from flowalign.training.policy_gradient.credit_record import CreditRecorder, dif
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_plan import plan_step
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext
-from flowalign.training.recipe_plan import RecipePlan
+from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan
 
 

@@ -10,8 +10,7 @@ from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import MemoryPart, RecipePlan, StepWork
+from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext, StepWork
 from flowalign.training.rollouts.rollout_plan import (
     check_rollouts,
     rollout_evaluations,

@@ -20,9 +20,9 @@ from flowalign.data.requests import Requests
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.path_gradient import reward_gradient_loss
 from flowalign.rewards.composite import Rewards
+from flowalign.rewards.latent_gradient import LatentGradient, latent_gradient
 from flowalign.sampling.rollout_replay import CachedReplay
 from flowalign.training.engine import EngineLoop, Statistics, StepData, Term, make_update
-from flowalign.training.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.learner import Learner
 from flowalign.training.matching.regulariser import StoredTerms
 from flowalign.training.recipe import Log

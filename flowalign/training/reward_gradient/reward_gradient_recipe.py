@@ -7,13 +7,17 @@ from pathlib import Path
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
-from flowalign.training.latent_gradient import check_gradients
+from flowalign.rewards.latent_gradient import check_gradients
 from flowalign.training.learner import Learner
-from flowalign.training.recipe import Log, Loop, Recipe, RunContext, TrainingPrompts
-from flowalign.training.recipe_plan import (
+from flowalign.training.recipe import (
+    Log,
+    Loop,
     MemoryPart,
+    Recipe,
     RecipePlan,
+    RunContext,
     StepWork,
+    TrainingPrompts,
     check_prompts_per_step,
     samples_row,
 )

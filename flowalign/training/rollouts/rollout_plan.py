@@ -5,10 +5,10 @@ from math import ceil, prod
 
 from flowalign.sampling.sampling_settings import DTYPES
 from flowalign.sampling.sde_windows import draw_frame_windows
-from flowalign.training.recipe import RunContext
-from flowalign.training.recipe_plan import (
+from flowalign.training.recipe import (
     MemoryPart,
     RecipePlan,
+    RunContext,
     StepWork,
     check_prompts_per_step,
     judge_row,

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.losses.reward_gradient import RewardLoss
 from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, Policy, Request, RewardOutput
 
@@ -33,7 +32,7 @@ def latent_gradient(
     policy: Policy,
     rewards: Rewards,
     score: Scorer,
-    loss: RewardLoss,
+    loss: Callable[[Tensor], Tensor],
     clean: Float[Tensor, "n *latent"],
     requests: Sequence[Request],
     frames: Sequence[int] | None = None,
