@@ -86,7 +86,12 @@ from .verifiers.truth import (
     WordsMap as WordsMap,
 )
 from .verifiers.words import WordsVerifier as WordsVerifier
-from .wrappers.composed import Drift as Drift, Gated as Gated, PerFrame as PerFrame
+from .wrappers.composed import (
+    Drift as Drift,
+    Gated as Gated,
+    PerFrame as PerFrame,
+    Shifted as Shifted,
+)
 from .wrappers.d2_align import D2Align as D2Align
 from .wrappers.out_of_process import (
     RayScorers as RayScorers,

@@ -1,8 +1,8 @@
-"""Implements rewards made of others: of a video's frames, behind a gate, and drift over time."""
+"""Implements rewards made of others: of frames, of shifts, behind a gate, and drift over time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
+from math import hypot, isfinite
 from typing import Annotated
 
 import torch
@@ -26,7 +26,23 @@ from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, place_rows
 
 
-class PerFrame(ScreenedReward, Loadable):
+class Wrapper(ScreenedReward, Loadable):
+    """Reward that asks another one."""
+
+    reward: RewardModel
+
+    def load(self) -> None:
+        """Load the other reward."""
+        if isinstance(self.reward, Loadable):
+            self.reward.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        return self.reward.caveat
+
+
+class PerFrame(Wrapper):
     """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
 
     `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
@@ -56,16 +72,6 @@ class PerFrame(ScreenedReward, Loadable):
             modality="video",
             version=f"{inner.fingerprint()}; {pooling} of {frames or 'all'} frames",
         )
-
-    def load(self) -> None:
-        """Load the image reward."""
-        if isinstance(self.reward, Loadable):
-            self.reward.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return self.reward.caveat
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
@@ -116,6 +122,60 @@ def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
             f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
             "and null for mean and min"
         )
+
+
+class Shifted(Wrapper):
+    """Scores the mean of `reward` over `views` shifts of each sample, which lowers reward noise.
+
+    Views are the sample itself and its nearest shifts by multiples of `pixels`; pixels at the edge
+    are repeated. Costs `views` scores per decoded sample, and no samples. A view without a score
+    leaves its sample without one.
+    """
+
+    def __init__(self, reward: RewardModel, views: PositiveInt = 5, pixels: PositiveInt = 1):
+        if "groups" in reward.spec.needs:
+            raise ValueError(
+                f"Shifted scores views one by one; {reward.spec.name} compares samples: choose "
+                "another reward"
+            )
+        self.reward, self.pixels = reward, pixels
+        self.shifts = list_shifts(views)
+        inner = reward.spec
+        self.spec = replace(
+            inner,
+            name=f"{inner.name}_shifted",
+            dims=tuple(f"{dim}_shifted" for dim in inner.dims),
+            maps=False,
+            version=f"{inner.fingerprint()}; {views} shifts of {pixels}",
+        )
+
+    @override
+    def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
+        return self.reward.judge_calls([size * len(self.shifts) for size in group_sizes])
+
+    def rate(self, batch: MediaBatch) -> BatchScores:
+        """Score every view, and average the scores."""
+        failed, total = dict[int, str](), torch.zeros(len(batch), len(self.spec.dims))
+        for down, right in self.shifts:
+            media = shift(batch.media, down * self.pixels, right * self.pixels)
+            output = self.reward.score(replace(batch, media=media))
+            total = total + output.values
+            for i, reason in output.reasons.items():
+                failed.setdefault(i, f"a view: {reason}")
+        return BatchScores(total / len(self.shifts), failed=failed)
+
+
+def list_shifts(count: int) -> list[tuple[int, int]]:
+    """Return (0, 0) and the next shifts, by their length: four along the axes, four diagonal."""
+    side = range(-count, count + 1)
+    return sorted(((y, x) for y in side for x in side), key=lambda s: (hypot(*s), s))[:count]
+
+
+def shift(media: Float[Tensor, "n F 3 H W"], down: int, right: int) -> Float[Tensor, "n F 3 H W"]:
+    """Return images moved by whole pixels; pixels at the edge are repeated."""
+    rows, columns = (torch.arange(size, device=media.device) for size in media.shape[-2:])
+    rows = (rows - down).clamp(0, media.shape[-2] - 1)
+    return media[..., rows, :][..., (columns - right).clamp(0, media.shape[-1] - 1)]
 
 
 class Gated(ScreenedReward, Loadable):
@@ -197,7 +257,7 @@ def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -
     )
 
 
-class Drift(ScreenedReward, Loadable):
+class Drift(Wrapper):
     """Scores the negative change of every dimension of `image` from a video's start to its end.
 
     The change is the absolute difference between the mean scores of the first and the last `share`
@@ -212,7 +272,7 @@ class Drift(ScreenedReward, Loadable):
         inner = image.spec
         if inner.modality == "video":
             raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")
-        self.image, self.share = image, share
+        self.reward, self.share = image, share
         low, high = inner.scale
         self.spec = RewardSpec(
             name=f"{inner.name}_drift",
@@ -226,11 +286,6 @@ class Drift(ScreenedReward, Loadable):
             version=f"{inner.fingerprint()}; share {share}",
         )
 
-    def load(self) -> None:
-        """Load the image reward."""
-        if isinstance(self.image, Loadable):
-            self.image.load()
-
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score the frames of both ends as images."""
         frames, failed = batch.media.shape[1], dict[int, str]()
@@ -238,7 +293,7 @@ class Drift(ScreenedReward, Loadable):
         ends = [*range(width), *range(frames - width, frames)]
         rows = [i for i in range(len(batch)) for _ in ends]
         pictures = batch.media[:, ends].flatten(0, 1)[:, None]
-        output = self.image.score(replace(batch.take(rows), media=pictures))
+        output = self.reward.score(replace(batch.take(rows), media=pictures))
         for place, reason in output.reasons.items():
             failed.setdefault(rows[place], f"a frame: {reason}")
         scores = output.values.unflatten(0, (len(batch), 2, width)).mean(2)
