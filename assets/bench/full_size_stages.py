@@ -25,7 +25,7 @@ import pipelines.policy
 import pipelines.text_encoder
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
-from flowalign.runs.planning import memory_parts
+from flowalign.runs.planning import memory_parts, plan_step
 from flowalign.runs.run_memory import peak
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import MemoryPart
@@ -103,7 +103,9 @@ def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> dict[str, 
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         _peak(peaks, "sampling", lambda: policy.velocity(x, sigma, cond))
     _peak(peaks, "decoding", lambda: policy.decode(x))
-    _peak(peaks, "updating", partial(_update, learner, x, sigma, cond))
+    _, step = plan_step(run)
+    calls = step.graphs // (rows * policy.evaluations_per_velocity) if step.keeps_graphs else 1
+    _peak(peaks, "updating", partial(_update, learner, x, sigma, cond, calls))
     policy.save_weights(str(folder))
     _peak(peaks, "verifying", lambda: policy.verify_weights(str(folder)))
     peaks["sampling"] = max(peaks["sampling"], peaks.pop("decoding"))
@@ -112,9 +114,14 @@ def _run_stages(run: Run, planned: list[MemoryPart], folder: Path) -> dict[str, 
     return peaks
 
 
-def _update(learner: Learner, x: Any, sigma: Any, cond: Any) -> None:
-    """Make one update of a squared velocity, as a loss that needs all of its gradient."""
-    learner.policy.velocity(x, sigma, cond).square().mean().backward()
+def _update(learner: Learner, x: Any, sigma: Any, cond: Any, calls: int) -> None:
+    """Make one update of squared velocities, as a loss that needs all of their gradient.
+
+    The graphs of all calls are kept until the first backward pass.
+    """
+    kept = [learner.policy.velocity(x, sigma, cond) for _ in range(calls)]
+    while kept:
+        kept.pop(0).square().mean().backward()
     learner.optimizer.step()
     learner.optimizer.zero_grad()
 

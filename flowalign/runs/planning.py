@@ -211,7 +211,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         **run_memory.rows(parts, run_memory.available(run.device)),
-        **run_memory.speed_rows(run, model, parts),
+        **run_memory.speed_rows(run, model, parts, step),
         **run_memory.loading(run, model, groups),
         **fit_rows(parts, model.text_bytes > 0),
     }
@@ -295,5 +295,6 @@ def parts_of(run: Run, model: ModelPlan, step: RecipePlan, world: int) -> list[M
         *run_memory.network(run, model, step.weight_copies, world),
         *step.parts,
         run_memory.decoding(run, model, step.decode_batch),
-        run_memory.update(run, model, step.evaluations_per_example),
+        *(run_memory.graphs(run, model, step.graphs) if step.keeps_graphs else ()),
+        run_memory.update(run, model, step.evaluations_per_example, step.keeps_graphs),
     ]

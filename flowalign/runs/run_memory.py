@@ -9,12 +9,13 @@ import torch
 
 from flowalign.runs.config import Run
 from flowalign.training.optimizers import MOMENT_BYTES
-from flowalign.training.recipe import MemoryPart
+from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Sharding
 
 _LARGE = 10**9
 """Bytes above which a part gets a hint, if it is also at least a tenth of the whole."""
 _UNVERIFIED = "checkpoints.verify: never"
+_GRAPHS = "kept graphs"
 _TURNS = ("encoding", "sampling", "updating", "verifying")
 """Stages that take memory one after another."""
 
@@ -179,15 +180,30 @@ def decoding(run: Run, model: ModelPlan, micro_batch: int) -> MemoryPart:
     return MemoryPart("decoding", batch * model.decode_bytes, "sampling", savings)
 
 
-def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPart:
+def graphs(run: Run, model: ModelPlan, evaluations: int) -> list[MemoryPart]:
+    """Return the graphs that are kept from the rollout to the update, in both stages."""
+    whole = evaluations * _graph_bytes(run, model)
+    return [MemoryPart(_GRAPHS, whole, stage) for stage in ("sampling", "updating")]
+
+
+def _graph_bytes(run: Run, model: ModelPlan) -> int:
+    """Return the bytes that an evaluation keeps until its backward pass."""
+    kept = round((run.speed.kept_blocks or 0) * model.kept_bytes)
+    return model.input_bytes + kept if model.input_bytes else model.activation_bytes
+
+
+def update(
+    run: Run, model: ModelPlan, evaluations_per_example: int, keeps_graphs: bool = False
+) -> MemoryPart:
     """Return the activations that one micro-batch of the update keeps for its backward pass.
 
     With context parallelism, each process keeps its share: layers for its tokens, attention for its
-    heads.
+    heads. With kept graphs, only what is recomputed remains.
     """
     micro_batch, each = run.recipe.micro_batch, evaluations_per_example
     kept = round((run.speed.kept_blocks or 0) * model.kept_bytes)
-    one = (model.activation_bytes + kept) // run.sharding.context_degree
+    graph = _graph_bytes(run, model) if keeps_graphs else 0
+    one = (model.activation_bytes + kept - graph) // run.sharding.context_degree
     savings = _savings(model, "activations", micro_batch * each)
     savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * one
     if kept:
@@ -198,10 +214,13 @@ def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPa
 def find_kept_blocks(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> float:
     """Return `speed.kept_blocks`, or the largest share that does not raise the peak of `parts`.
 
+    It is 0 if graphs are kept, which would grow in all stages.
+
     A tenth of the memory that stages take in turns is left as a margin, because activations are
     estimated roughly.
     """
     plain = run.offload == "none" and run.quantization.denoiser == "none"
+    plain = plain and all(part.name != _GRAPHS for part in parts)
     if run.speed.kept_blocks is not None or not model.kept_bytes or not plain:
         return run.speed.kept_blocks or 0.0
     always, updating = (
@@ -214,25 +233,35 @@ def find_kept_blocks(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) ->
     return max(0.0, min(1.0, int(20 * room / whole) / 20))
 
 
-def speed_rows(run: Run, model: ModelPlan, parts: Sequence[MemoryPart]) -> dict[str, str]:
+def speed_rows(
+    run: Run, model: ModelPlan, parts: Sequence[MemoryPart], step: RecipePlan
+) -> dict[str, str]:
     """Return the rows about faster updates that more memory would buy."""
-    update = next(part for part in parts if part.name == "activations")
+    now = next(part for part in parts if part.name == "activations")
     kept = find_kept_blocks(run, model, parts)
 
-    def needed(num_bytes: float) -> str:
-        others = [part for part in parts if part is not update]
-        return size(peak([*others, replace(update, num_bytes=round(num_bytes))]) - peak(parts))
+    def needed(num_bytes: int | float, *added: MemoryPart) -> str:
+        others = [part for part in parts if part is not now]
+        after = [*others, *added, replace(now, num_bytes=round(num_bytes))]
+        return size(peak(after) - peak(parts))
 
     rows = {}
-    if model.kept_bytes and kept < 1:
-        whole = update.num_bytes * (1 + model.kept_bytes / model.activation_bytes)
+    if step.graphs and not step.keeps_graphs:
+        of_call = update(run, model, step.evaluations_per_example, keeps_graphs=True).num_bytes
+        rows["evaluations of the rollout"] = (
+            f"the update repeats {step.graphs}; keeping their graphs needs "
+            f"{needed(of_call, *graphs(run, model, step.graphs))} more: "
+            "recipe.keep_graphs: true"
+        )
+    if model.kept_bytes and kept < 1 and not step.keeps_graphs:
+        whole = now.num_bytes * (1 + model.kept_bytes / model.activation_bytes)
         rows["blocks that recompute"] = (
             f"{1 - kept:.0%}; none needs {needed(whole)} more: speed.kept_blocks: 1"
         )
     rows_now = run.recipe.micro_batch * run.policy.evaluations_per_velocity
     enough = ceil(_FILLS / max(model.evaluation_flops(), 1))
     if run.device != "cpu" and rows_now < enough <= _MOST_ROWS:
-        more = needed(update.num_bytes * enough / rows_now)
+        more = needed(now.num_bytes * enough / rows_now)
         rows["rows per network call"] = (
             f"{rows_now}; about {enough} fill a GPU and need {more} more: recipe.micro_batch"
         )

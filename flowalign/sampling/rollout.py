@@ -29,6 +29,8 @@ class RolloutOutputs:
     """Indices of the states to record denoiser features of."""
     means: bool = False
     """Whether to keep the means of the trained transitions."""
+    graphs: bool = False
+    """Whether to keep the graphs of the velocities of trained steps, for one update."""
 
 
 @stage("sample")
@@ -49,7 +51,8 @@ def sample(
     rollout.
     """
     trajectory = _plan_trajectory(policy, requests, cfg, steps)
-    velocities = RolloutVelocities(policy, trajectory, finish, keep.features, cfg.micro_batch)
+    kept = steps if keep.graphs else ()
+    velocities = RolloutVelocities(policy, trajectory, finish, keep.features, cfg.micro_batch, kept)
     noise = RolloutNoise(policy, cfg, steps, trajectory, generators)
     stepper = Stepper(noise, policy, cfg, steps, trajectory)
     recorder = RolloutRecorder(trajectory, steps, keep, cfg.states)
@@ -61,7 +64,7 @@ def sample(
             distribution, x = stepper.step(k, x, v)
             recorder.record_step(k, distribution, x)
         recorder.record_state(k + 1, x)
-    return recorder.finish(velocities.completion.at, velocities.features)
+    return recorder.finish(velocities.completion.at, velocities.features, velocities.graphs)
 
 
 def empty_trajectory(
@@ -162,9 +165,12 @@ class RolloutRecorder:
             self.means[k] = self.storage.place(distribution.mean)
 
     def finish(
-        self, completed: Mapping[CompletionRequest, Tensor], hidden: Mapping[int, Tensor]
+        self,
+        completed: Mapping[CompletionRequest, Tensor],
+        hidden: Mapping[int, Tensor],
+        graphs: dict[int, list[Tensor]],
     ) -> Trajectory:
-        """Return the trajectory, with completed states and the denoiser's features."""
+        """Return the trajectory, with completed states, the denoiser's features, and graphs."""
         finished = {request: self.storage.place(x) for request, x in completed.items()}
         return replace(
             self.trajectory,
@@ -172,4 +178,5 @@ class RolloutRecorder:
             means=self.means,
             finished=finished,
             hidden=hidden,
+            graphs=graphs,
         )

@@ -55,6 +55,21 @@ class FeatureRecorder(VelocityField):
         return features
 
 
+class GraphRecorder(VelocityField):
+    """Velocity without gradient that keeps the graph of each call."""
+
+    def __init__(self, field: VelocityField):
+        self.field = field
+        self.calls: list[Tensor] = []
+        """Velocities of each call, with gradient."""
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """Return the field's dx / dsigma."""
+        with torch.enable_grad():
+            self.calls.append(self.field.velocity(x, sigma, cond))
+        return self.calls[-1].detach()
+
+
 def last_layers(denoiser: nn.Module) -> list[nn.Module]:
     """Return the last layer of a network, or of each sub-network that it combines.
 
@@ -110,8 +125,11 @@ class RolloutVelocities:
         finish: Collection[CompletionRequest],
         features: Collection[int],
         micro_batch: int,
+        kept: Collection[int] = (),
     ):
         self.policy, self.trajectory, self.micro_batch = policy, trajectory, micro_batch
+        self.graphs: dict[int, list[Tensor]] = {k: [] for k in kept}
+        """Velocities of the steps `kept`, with gradient, one tensor per network call."""
         self.completion = BatchedCompletion(trajectory, finish)
         self.recorders = dict.fromkeys(features, FeatureRecorder(policy)) if features else {}
         self.features: dict[int, Tensor] = {}
@@ -121,7 +139,10 @@ class RolloutVelocities:
         """Return the velocities of states k."""
         rows, recorder = self.trajectory.rows, self.recorders.get(k)
         distinct, samples = rows.select(x, k), rows.unique_rows(k)
-        field = recorder or self.policy
+        field: VelocityField = recorder or self.policy
+        if k in self.graphs:
+            field = GraphRecorder(field)
+            self.graphs[k] = field.calls
         v = self.completion.step(field, k, distinct, samples, self.micro_batch)
         if recorder:
             # The rows of completions come after those of the rollout and are dropped.

@@ -95,6 +95,10 @@ class RecipePlan:
     """Parts of the memory of a step."""
     evaluations_per_example: int = 1
     """Number of network evaluations with gradient per element of a micro-batch."""
+    graphs: int = 0
+    """Number of network evaluations of a process whose graphs the rollout keeps for the update, or
+    could keep without `keeps_graphs`."""
+    keeps_graphs: bool = False
     decode_batch: int = 0
     """Largest number of samples that are decoded together."""
     weight_copies: int = 0

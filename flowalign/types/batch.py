@@ -27,6 +27,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "x_next": ("*latent", "State x_{k+1} that the old policy drew."),
     "logp_old": ("", "log pi_old(x_{k+1} | x_k), averaged over latent elements."),
     "mean_old": ("*latent", "Mean of x_{k+1} under the old policy."),
+    "velocity": ("*latent", "Velocity at x_k with the rollout's graph; absent: it is computed."),
     "eta": ("", "Noise level of the transition."),
     "state": ("", "Id of the start state, on the CPU, if rows share states."),
     "process": ("", "Advantage of the process reward, clipped separately."),

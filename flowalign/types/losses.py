@@ -46,7 +46,9 @@ class Fields:
         return transition(self.kernel, batch["x"].float(), velocity, self.sigmas, k, batch["eta"])
 
     def velocity(self, field: VelocityField, batch: Batch) -> Float[Tensor, "n *latent"]:
-        """Return the velocity at x_k, evaluated once per distinct state."""
+        """Return the velocity at x_k, evaluated once per distinct state, or kept by the rollout."""
+        if "velocity" in batch and field is self.policy:
+            return batch["velocity"]
         x, sigma, cond = batch["x"].float(), self.sigmas[step_of(batch)], batch["cond"]
         if "state" not in batch:
             return field.velocity(x, sigma, cond)

@@ -256,6 +256,9 @@ class ModelPlan:
     kept_bytes: int = 0
     """Bytes that a share of 1 of the blocks adds to `activation_bytes` by keeping activations. 0:
     unknown, or nothing is recomputed."""
+    input_bytes: int = 0
+    """Bytes that recomputation keeps of each sample until its backward pass, such as the inputs of
+    the blocks. 0: nothing is recomputed."""
     decode_bytes: int = 0
     """Peak bytes of decoding, per sample that is decoded at once; a rough estimate."""
     decodes_together: bool = True

@@ -151,6 +151,9 @@ class Trajectory:
     """Number G of samples per request."""
     rows: SharedRows
     """Index of the states that samples share."""
+    graphs: dict[int, list[Float[Tensor, "_ *latent"]]] = field(default_factory=dict)
+    """Velocities of distinct states with the graphs of the rollout, by step and network call. The
+    update reads them once; empty unless it does."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step; empty unless a loss needs `mean_old`."""
     untrained: Sequence[int] = ()

@@ -18,7 +18,7 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.network.weights import count_gathered, count_trained
 from pipelines.parts.libraries import diffusers, flop_counter
-from pipelines.parts.memory import activations, kept_activations, mask_bytes
+from pipelines.parts.memory import activations, block_inputs, kept_activations, mask_bytes
 
 _PER_SAMPLE = re.compile(
     r"norm|mod|time|pooled|guidance|adaln|scale_shift|temb|\bt_embedder", re.IGNORECASE
@@ -169,7 +169,8 @@ def plan_activations(
     if network.gradient_checkpointing:
         kept = size * kept_activations(config, num_tokens)
         masks = plan_masks(network, config, num_tokens, recomputed=False)
-        return {"activation_bytes": least, "kept_bytes": kept + masks}, []
+        inputs = size * block_inputs(config, num_tokens)
+        return {"activation_bytes": least, "kept_bytes": kept + masks, "input_bytes": inputs}, []
     saving = Saving("activations", f"{network.checkpointing}: true", whole - least)
     return {"activation_bytes": whole}, [saving] if whole > least else []
 

@@ -143,6 +143,13 @@ def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) ->
     return 34 * max(layers) + sum(layers) if recomputed else 34 * sum(layers)
 
 
+def block_inputs(config: Mapping[str, Any], num_tokens: int) -> int:
+    """Estimate the number of values that recomputed blocks keep; an upper bound for UNets."""
+    if "block_out_channels" in config:
+        return unet_activations(config, num_tokens, recomputed=True)
+    return activations(config, num_tokens, recomputed=False) // 34
+
+
 def kept_activations(config: Mapping[str, Any], num_tokens: int) -> int:
     """Estimate the number of values that all blocks keep together if none is recomputed.
 

@@ -60,6 +60,17 @@ def test_an_h100_used_the_planned_memory_of_decoding(model, part, size):
 
 
 @pytest.mark.slow
+def test_kept_graphs_take_the_planned_memory():
+    """Of 36 evaluations at SD3.5-M's size, on the simulated GPU."""
+    sizes = ["recipe.prompts_per_step=1", "recipe.sampling.samples_per_prompt=4"]
+    calls = ["recipe.micro_batch=4", "recipe.sampling.micro_batch=4", "recipe.updates_per_step=1"]
+    changes = [*sizes, *calls, "policy.guidance=1.0", "recipe.keep_graphs=true"]
+    found = measure_model("sd35_medium", *changes)["measured"]["updating"]
+    planned = plan_model("sd35_medium", *changes)["planned"]["updating"]
+    assert found == pytest.approx(planned, rel=0.1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kept"),
     [("sd35_medium", 0.35), ("sd35_medium", 1), ("flux1_dev", 0.5), ("wan21_1_3b", 0.5)],

@@ -98,7 +98,13 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 def parts(
     batch: RolloutBatch, num_parts: int, generator: torch.Generator
 ) -> Iterator[Int[Tensor, "n"]]:
-    """Yield random, equal parts of the samples of all ranks; for pairs, prompts are not split."""
+    """Yield random, equal parts of the samples of all ranks; for pairs, prompts are not split.
+
+    A single part is in the order of the rollout, so micro-batches can be the rollout's calls.
+    """
+    if num_parts == 1:
+        yield torch.arange(len(batch.global_mask))
+        return
     unit = batch.trajectory.group_size if "rival" in batch.samples else 1
     order = torch.randperm(len(batch.global_mask) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
@@ -156,13 +162,31 @@ def policy_term(
     """Return the loss on the transitions of some samples of all ranks."""
     fields = batch.fields(learner.policy, learner.reference)
     transitions = int(batch.global_mask[samples].sum())
+    rows, filled = rows_of(batch, batch.local(samples)), fill
+    if batch.trajectory.graphs:
+        rows, filled = _divide_by_calls(batch.trajectory, rows), _fill_with_graph
     return Term(
-        rows=rows_of(batch, batch.local(samples)),
+        rows=rows,
         total=transitions // 2 if "rival" in batch.samples else transitions,
-        losses=lambda part: [algorithm.loss(fields, fill(batch, part))],
+        losses=lambda part: [algorithm.loss(fields, filled(batch, part))],
         micro_batch=_rows_together(batch, micro_batch),
         **_DIVISION,
     )
+
+
+def _divide_by_calls(trajectory: Trajectory, rows: Batch) -> Batch:
+    """Return rows whose parts are network calls of the rollout, with their places in the calls."""
+    size = max(len(calls[0]) for calls in trajectory.graphs.values())
+    index = torch.stack([trajectory.rows.row_index(k) for k in range(trajectory.num_steps)], 1)
+    place = index[rows["row"], rows["k"]]
+    calls = rows.with_columns(part=place // size, state=place % size)
+    return calls.take((rows["k"] * len(index) + place // size).argsort(stable=True))
+
+
+def _fill_with_graph(batch: RolloutBatch, rows: Batch) -> Batch:
+    """Return the transitions of a network call of the rollout, with its velocities."""
+    v = batch.trajectory.graphs[int(rows["k"][0])][int(rows["part"][0])]
+    return fill(batch, rows).with_columns(velocity=v[rows["state"].to(v.device)])
 
 
 def _rows_together(batch: RolloutBatch, size: int) -> int:

@@ -116,7 +116,8 @@ class PolicyGradientLoop(EngineLoop[RolloutBatch]):
     ):
         self.cfg, self.learner, self.seed, self.stored = cfg, learner, seed, stored
         self.requests, self.observer = requests, observer
-        self.rollouts = CreditedRollouts(cfg.rollouts, learner, rewards, seed)
+        sampled = replace(cfg.rollouts, keeps_graphs=cfg.keep_graphs)
+        self.rollouts = CreditedRollouts(sampled, learner, rewards, seed)
         self.reference = cfg.reference.follow(learner) if cfg.reference else None
         """Reference of the KL that follows the policy; None if it is fixed."""
         self.steps = step_gradients(cfg, learner)
@@ -214,4 +215,5 @@ def update(
                 term = policy_term(cfg.algorithm, batch, part, learner, cfg.micro_batch)
             terms = [replace(term, statistics=statistics), *([next(stored)] if stored else [])]
             metrics |= make_update(learner, terms)
+    batch.trajectory.graphs.clear()  # no update read those of masked transitions
     return metrics | statistics.means() | (steps.metrics(batch.weight) if steps else {})

@@ -14,7 +14,7 @@ from flowalign.training.policy_gradient.calibrate import FILE, calibrate_noise_l
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, differs_from_outcome
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
-from flowalign.training.policy_gradient.step_plan import plan_step
+from flowalign.training.policy_gradient.step_plan import plan_step, why_no_graphs
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan
 
@@ -50,6 +50,11 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
         if self.spatial is not None:
             self.spatial.check("recipe.spatial", run.rewards)
         self.check_regulariser(run)
+        if self.keep_graphs and (reason := why_no_graphs(self, run)):
+            raise ValueError(
+                f"recipe.keep_graphs reuses the network calls of the rollout, so {reason}; "
+                "or set keep_graphs to false"
+            )
 
     @override
     def check_context(self) -> None:

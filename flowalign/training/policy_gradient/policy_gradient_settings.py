@@ -53,6 +53,10 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
     micro_batch: PositiveInt = 64
     """Number of states per forward and backward pass, with all their outgoing transitions. It
     changes memory, not the update."""
+    keep_graphs: bool = False
+    """Whether the update uses the graphs of the rollout's own network calls instead of evaluating
+    their states again. The gradient has the same bits; the memory of all trained steps is kept from
+    the rollout to the update. Source: Retain of LeanGRPO, arXiv:2609.03528."""
     step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
         "uniform"
     )

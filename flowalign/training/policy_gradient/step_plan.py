@@ -1,6 +1,7 @@
 """Plan a policy-gradient step: its counts and memory, before any model is loaded."""
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 
@@ -18,7 +19,7 @@ from flowalign.training.rollouts.rollout_plan import (
     rollout_rows,
     rollout_work,
 )
-from flowalign.types import ModelPlan, Trajectory
+from flowalign.types import ModelPlan, Setup, Sharding, Trajectory
 from flowalign.utils.seeds import generator
 
 
@@ -44,6 +45,10 @@ def plan_step(
             "samples in the whole run": f"{cfg.examples_per_step * run.num_steps}",
         },
         prompts_per_step=cfg.prompts_per_step,
+        graphs=0
+        if why_no_graphs(cfg, run)
+        else _kept_evaluations(cfg, window, per_velocity) * ceil(prompts / world),
+        keeps_graphs=cfg.keep_graphs,
         parts=[
             *rollout_memory(cfg.rollouts, model, world, window),
             *_measured_memory(cfg, model, window),
@@ -74,14 +79,40 @@ def evaluations(
         * cfg.epochs_per_step
         * per_velocity
     )
+    sampling = rollout_evaluations(cfg.rollouts, window, per_velocity)
+    if cfg.keep_graphs:
+        training = _kept_evaluations(cfg, window, per_velocity)
+        sampling["sampling"] -= training
     return {
-        **rollout_evaluations(cfg.rollouts, window, per_velocity),
+        **sampling,
         "training": training,
         "reference": training if "reference" in cfg.algorithm.needs else 0,
         "ratios": 0
         if cfg.algorithm.chunks is None
         else training * (cfg.updates - 1) // cfg.updates,
     }
+
+
+def why_no_graphs(cfg: PolicyGradientSettings, run: RunContext) -> str:
+    """Return why an update cannot use the graphs of its rollout, or "".
+
+    The calls of the update must be those of the rollout, with the same weights.
+    """
+    setup = run.policy.network.setup if run.policy.network else Setup()
+    between = [k for k, _ in cfg.rollouts.requested(cfg.rollouts.window(0))]
+    refused = {
+        "updates_per_step and epochs_per_step must be 1": cfg.updates > 1,
+        "micro_batch must equal sampling.micro_batch": cfg.micro_batch != cfg.sampling.micro_batch,
+        "rollout_batch_prompts must be null": cfg.rollout_batch_prompts is not None,
+        "algorithm must train single transitions, as GRPO does": cfg.algorithm.pairs
+        or cfg.algorithm.span is not None,
+        "step_weight must not be measured": cfg.measured is not None,
+        "credit must value only final states": any(k < cfg.sampling.num_steps for k in between),
+        "reference must be null": cfg.reference is not None,
+        "sharding must be replicated, with context_degree 1": setup.sharding != Sharding(),
+        "offload must be none": setup.offload != "none",
+    }
+    return next((reason for reason, broken in refused.items() if broken), "")
 
 
 def num_trained(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
@@ -106,6 +137,12 @@ def num_evaluated(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
     if cfg.algorithm.pairs or cfg.updates_per_step > 1:
         return transitions
     return min(_num_states(empty), transitions)
+
+
+def _kept_evaluations(cfg: PolicyGradientSettings, window: Sequence[int], per_velocity: int) -> int:
+    """Return the evaluations of a prompt's rollouts whose graphs an update can use."""
+    rows = cfg.rollouts.empty_trajectory(window).rows
+    return per_velocity * sum(len(rows.unique_rows(k)) for k in window)
 
 
 def _num_states(empty: Trajectory) -> int:

@@ -101,6 +101,7 @@ def sample_prompts(
                 states=cfg.kept_states(window),
                 features=cfg.observed_states(window),
                 means=cfg.needs_means,
+                graphs=cfg.keeps_graphs,
             ),
         )
 

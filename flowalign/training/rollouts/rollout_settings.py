@@ -64,6 +64,8 @@ class RolloutSettings(RolloutFields):
     """Indices of further states that a rollout keeps."""
     needs_means: bool = False
     """Whether a rollout keeps the means of trained transitions."""
+    keeps_graphs: bool = False
+    """Whether a rollout keeps the graphs of the velocities of trained steps."""
     clips_process: bool = False
     """Whether the loss trains process rewards with a separate clip."""
 
