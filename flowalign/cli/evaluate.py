@@ -1,6 +1,7 @@
 """Evaluate a run file's model, or a checkpoint of it: `flowalign eval`."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import to_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowalign.distributed.processes import Processes
     from flowalign.rewards.composite import Rewards
     from flowalign.runs.config import Run
@@ -30,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="folder with trained weights; for a benchmark it may be repeated, and the model "
         "without them is evaluated as well",
+    )
+    parser.add_argument(
+        "--distance",
+        action="store_true",
+        help="also sample without the weights, and measure the distance between both samples",
     )
     add_processes(parser)
     add = parser.add_argument_group("benchmarks").add_argument
@@ -59,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
     from flowalign.cli.benchmark import run_benchmark
     from flowalign.runs.config import load
+    from flowalign.training.divergence import list_encoders, measure_distance
     from flowalign.training.held_out_evaluation import evaluate
 
     if args.benchmark:
@@ -77,12 +86,22 @@ def run(args: argparse.Namespace) -> int:
         _check_processes(run_file, len(cfg.items()), args.processes)
         relaunch(Launch(args.processes), args.words)
     with convert_value_errors():
-        rewards, processes = _load_models(run_file, weights)
-    result = evaluate(run_file.policy, rewards, cfg, processes, run_file.conditioning)
+        rewards, processes = _load_models(run_file)
+    sampled = cfg, processes, run_file.conditioning
+    base: Mapping[str, Tensor] = {}
+    if args.distance:
+        encoders = replace(rewards, models=list_encoders(rewards.models), weight_of={})
+        base = evaluate(run_file.policy, encoders, *sampled).features
+    if weights:
+        with convert_value_errors():
+            run_file.policy.load_weights(weights)
+    result = evaluate(run_file.policy, rewards, *sampled)
+    requests = [request for _, request in cfg.items()]
+    metrics = result.metrics | measure_distance(base, result.features, requests)
     if processes.is_main:
-        rows = {name: f"{value:.4f}" for name, value in result.metrics.items()}
+        rows = {name: f"{value:.4f}" for name, value in metrics.items()}
         table(f"{weights or 'before training'}", rows)
-        print(to_json(result.metrics))  # noqa: T201
+        print(to_json(metrics))  # noqa: T201
     return 0
 
 
@@ -91,6 +110,8 @@ def _check_options(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in _BENCHMARK if getattr(args, name) is not None]
     if given:
         raise ConfigError(f"{', '.join(given)} needs --benchmark NAME")
+    if args.distance and not args.weights:
+        raise ConfigError("--distance needs --weights CHECKPOINT, the weights to compare")
     if len(args.weights or ()) > 1:
         raise ConfigError("several --weights need --benchmark NAME")
 
@@ -125,7 +146,7 @@ def _check_weights(folder: Path) -> None:
         checkpoint.check_weights(folder)
 
 
-def _load_models(run_file: "Run", weights: str | None) -> "tuple[Rewards, Processes]":
+def _load_models(run_file: "Run") -> "tuple[Rewards, Processes]":
     """Load the policy and the rewards; return these, and the processes that evaluate together."""
     import torch
 
@@ -137,6 +158,4 @@ def _load_models(run_file: "Run", weights: str | None) -> "tuple[Rewards, Proces
     rewards = run_file.build_rewards(ranks=processes)
     run_file.load_rewards(rewards)
     run_file.load_policy(processes)
-    if weights:
-        run_file.policy.load_weights(weights)
     return rewards, processes

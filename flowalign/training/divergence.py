@@ -77,9 +77,14 @@ def measure_divergence(
     return torch.stack(errors).mean(0).cpu()
 
 
+def list_encoders(models: Sequence[RewardModel]) -> list[EmbedsImages]:
+    """Return the reward models that embed images."""
+    return [model for model in models if isinstance(model, EmbedsImages)]
+
+
 def list_distances(models: Sequence[RewardModel]) -> list[str]:
     """Return the names of the distances that a run measures: of every encoder, and of pixels."""
-    return [*(_name(model) for model in models if isinstance(model, EmbedsImages)), PIXELS]
+    return [*map(_name, list_encoders(models)), PIXELS]
 
 
 def _name(model: EmbedsImages) -> str:
@@ -98,7 +103,7 @@ def describe_media(rewards: Rewards, batch: MediaBatch) -> dict[str, Tensor]:
     frames = batch.media[:, spread_frames(batch.media.shape[1], _FRAMES)]
     small = reduce_size(frames.flatten(0, 1), _SIDE).unflatten(0, frames.shape[:2])
     found = {PIXELS: to_bytes(small)}
-    for model in (one for one in rewards.models if isinstance(one, EmbedsImages)):
+    for model in list_encoders(rewards.models):
         leads = rewards.ranks is None or rewards.ranks.is_leader
         thread = rewards.worker(model).thread  # a model is never called by two threads
         own: Any = thread.submit(model.embed, batch).result().float().cpu() if leads else None

@@ -117,7 +117,7 @@ def test_the_report_is_written_at_each_evaluation(run_file, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_measures_its_distance_also_after_it_was_resumed(tmp_path, run_file):
+def test_a_run_measures_its_distance_also_after_it_was_resumed(tmp_path, run_file, capsys):
     folder = tmp_path / "run"
     assert exit_code("train", str(run_file), "--num_steps", "1") == 0
     assert (folder / BASE).is_file()
@@ -125,3 +125,9 @@ def test_a_run_measures_its_distance_also_after_it_was_resumed(tmp_path, run_fil
     assert exit_code("train", str(run_file), "--resume") == 0
     after = json.loads((folder / "summary.json").read_text())["after"]["pixel_distance"]
     assert after > 0
+    weights = folder / "checkpoints" / "step-000002"
+    assert exit_code("eval", run_file, "--distance") == 2
+    capsys.readouterr()
+    assert exit_code("eval", run_file, "--weights", weights, "--distance") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["eval/pixel_distance"] == pytest.approx(after, rel=1e-6)
