@@ -13,25 +13,20 @@ HELP = "Time the stages of a step against the bare network evaluations."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run files, the number of repeats, and the choice of what to time."""
+    """Add the run files, the number of repeats and the output."""
     add_config(parser)
     parser.add_argument("--repeats", type=whole(1), default=3, help="default: 3")
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON")
-    parser.add_argument(
-        "--values",
-        action="store_true",
-        help="time the values of all states instead: batched, and one after another",
-    )
 
 
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the times as a table and as a line of JSON, and return 0."""
-    from flowalign.runs.bench import measure, measure_values
+    from flowalign.runs.bench import measure
     from flowalign.runs.config import load
 
     run_file, _ = load(*read_settings(args))
-    result = (measure_values if args.values else measure)(run_file, args.repeats)
+    result = measure(run_file, args.repeats)
     table(f"one step of {' '.join(args.config)}", {k: f"{v:.4g}" for k, v in result.items()})
     print(json.dumps(result))  # noqa: T201
     if args.out:

@@ -8,9 +8,8 @@ import torch
 from assets.bench import gpu_parts, gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import main
-from flowalign.runs.bench import measure_values
 from flowalign.runs.config import load
-from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
+from tests.fixtures.device_runs import CREDIT_METHODS, method, shared, two_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,17 +85,3 @@ def test_two_gpus_share_weights(tmp_path, changes):
 @pytest.mark.parametrize("name", CREDIT_METHODS)
 def test_every_credit_method_trains_on_a_gpu(tmp_path, name):
     assert finished(*method(name, "cuda", tmp_path))
-
-
-def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_path):
-    """A random model of SD3.5-M's size at 512 pixels; peak memory grows with the budget."""
-    size = replace(gpu_sizes.FULL, group=6, num_steps=5)
-    gpu_sizes.build_networks(size, tmp_path)
-    peaks = []
-    for budget in (4, 12):
-        torch.cuda.reset_peak_memory_stats()
-        result = measure_values(dense_values(size, tmp_path, budget), 1)
-        peaks.append(torch.cuda.max_memory_allocated())
-        print(budget, result, peaks[-1])  # noqa: T201
-        assert result["share_of_one_by_one"] < 1
-    assert peaks[0] < peaks[1]

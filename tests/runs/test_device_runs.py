@@ -5,12 +5,10 @@ import subprocess
 import pytest
 import torch
 
-from assets.bench import gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import build_parser
 from flowalign.runs import plan
-from flowalign.runs.bench import measure_values
-from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
+from tests.fixtures.device_runs import CREDIT_METHODS, method, shared, two_steps
 from tests.fixtures.zygote import python
 
 slow = pytest.mark.slow
@@ -37,22 +35,6 @@ def test_two_processes_that_share_weights_are_asked_for_by_known_words(tmp_path)
     run, _ = runs.load(args.config, rest)
     assert (args.processes, run.sharding.weights, run.num_steps) == (2, "blocks", 2)
     assert plan(run, 2)
-
-
-@slow
-def test_values_of_all_states_are_measured_at_a_tiny_size(tmp_path):
-    gpu_sizes.build_networks(gpu_sizes.SMALL, tmp_path)
-    found = measure_values(dense_values(gpu_sizes.SMALL, tmp_path, 3), 1)
-    assert (
-        found["evaluations/with_values"]
-        == found["evaluations/by_state"] + found["evaluations/rollout"] - _first_steps()
-    )
-
-
-def _first_steps():
-    """The first Euler step of each completion is the rollout's own velocity."""
-    size = gpu_sizes.SMALL
-    return 2 * size.group * size.num_steps
 
 
 @slow

@@ -9,7 +9,6 @@ Shards share the blocks, and resumed runs keep them.
 A block is always sampled whole, so its images depend neither on shards nor on interruptions.
 """
 
-import csv
 import hashlib
 import json
 import math
@@ -21,15 +20,13 @@ from typing import Any, NamedTuple
 from flowalign.data.requests import read_requests
 from flowalign.studies.benchmark.card import Card, PromptSource
 from flowalign.types import Request
-from flowalign.utils.files import bundled, explain_shape, read_json, read_object, write_text
-
-_TABLES = {".csv": ",", ".tsv": "\t"}
+from flowalign.utils.files import bundled, explain_shape, read_object, write_text
 
 
 def read_prompts(card: Card, data: str | None) -> list[Request]:
     """Return one request per row of the prompt file.
 
-    `data` is a text file, JSONL, JSON, CSV or TSV, or a folder of text files with one prompt each.
+    `data` is a file as `read_requests` reads it, or a folder of text files with one prompt each.
 
     Raises:
         ValueError: The file is missing, cannot be read, or is not the one that the card describes.
@@ -82,22 +79,8 @@ def _read(path: Path, name: str, source: PromptSource) -> list[Request]:
     if path.is_dir():
         files = _text_files(path)
         return [Request(f.read_text("utf-8").strip(), metadata={"file": f.name}) for f in files]
-    if path.suffix in _TABLES and path.is_file():
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as stream:
-                rows = list(csv.DictReader(stream, delimiter=_TABLES[path.suffix], strict=True))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{name} is no table in UTF-8, or has a wrong quote: {error}"
-            ) from error
-        return [_parse(row, f"{name}:{n}", source.column) for n, row in enumerate(rows, 2)]
-    if path.suffix == ".json" and path.is_file():
-        content = read_json(path)
-        rows = list(content.values()) if isinstance(content, dict) else content
-        if not isinstance(rows, list):
-            raise ValueError(f"{name} must hold a list of rows, got {type(rows).__name__}")
-        return [_parse(row, f"{name}[{n}]", source.column) for n, row in enumerate(rows)]
-    return read_requests(name)
+    renamed = {"prompt": source.column} if source.column != "prompt" else None
+    return read_requests(name, renamed)
 
 
 def _text_files(folder: Path) -> list[Path]:
@@ -105,13 +88,6 @@ def _text_files(folder: Path) -> list[Path]:
     if not (files := sorted(folder.glob("*.txt"))):
         raise ValueError(f"{folder} holds no .txt file with a prompt")
     return files
-
-
-def _parse(row: Mapping[str, Any], where: str, column: str) -> Request:
-    prompt = row.get(column) if isinstance(row, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where}: expected a row with a text in column {column!r}")
-    return Request(prompt, metadata={k: v for k, v in row.items() if k != column})
 
 
 class Place(NamedTuple):
