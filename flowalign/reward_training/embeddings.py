@@ -1,8 +1,6 @@
 """Cache features of frozen backbones on disk, and embed users from a few of their choices.
 
-<folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows: `key`
-(SHA-256 of sample and prompt), `joint` and `prompt`. Files are written atomically and never
-changed. So several processes may share a folder, and a kill loses at most one file's work.
+<folder>/<fingerprint of the backbone>/ is a `TensorCache` with the rows `joint` and `prompt`.
 
 Source of the embeddings of users: PPD, arXiv:2501.06655, known from secondary sources. There a
 vision-language model sees four choices of a user, and its hidden state is the embedding. Our
@@ -11,28 +9,25 @@ rejected sample, from any backbone.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media
+from flowalign.data.tensor_store import Key, Keys, TensorCache
 from flowalign.functional.rating import Features
 from flowalign.types import Backbone, MediaBatch
-from flowalign.utils.files import atomic_write
 
-PER_FILE = 256
-"""Number of samples embedded before their features are written to one file."""
+_AT_ONCE = 256
+"""Number of samples that are read and embedded together."""
 Frames = Callable[[Media], Tensor]
 """Reader of an image or video as RGB in [0, 1], [F, 3, H, W]; raises ValueError or OSError on
 failure."""
-Key = bytes
 
 
 @dataclass(frozen=True)
@@ -69,16 +64,9 @@ class Embeddings:
 
     def __init__(self, backbone: Backbone, frames: Frames, folder: Path | None = None):
         self.backbone, self.frames = backbone, frames
-        self.folder = folder / backbone.fingerprint if folder else None
+        self.store = TensorCache(folder / backbone.fingerprint if folder else None)
         self.num_computed = 0
         """Number of features that were computed because the cache lacked them."""
-        self.num_damaged = 0
-        """Number of unreadable cache files; they were deleted and are computed again."""
-        self._known: dict[Key, tuple[Tensor, Tensor]] = {}
-        if self.folder:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for file in sorted(self.folder.glob("*.safetensors")):
-                self._read(file)
 
     def __call__(self, samples: Sequence[RewardSample]) -> tuple[Features, dict[int, str]]:
         """Return features, a row per sample, and the reasons of failed samples by index (NaN rows).
@@ -87,70 +75,36 @@ class Embeddings:
             ValueError: All samples failed.
         """
         failed: dict[int, str] = {}
-        keys: list[Key | None] = []
+        keys: dict[int, Key] = {}
         for i, sample in enumerate(samples):
-            keys.append(self._key(sample, i, failed))
-        missing = {k: i for i, k in enumerate(keys) if k is not None and k not in self._known}
-        todo = list(missing.items())
-        for start in range(0, len(todo), PER_FILE):
-            self._compute(samples, todo[start : start + PER_FILE], failed)
-        failed |= {
-            i: failed[missing[k]]
-            for i, k in enumerate(keys)
-            if k in missing and missing[k] in failed
-        }
-        return self._table(keys), failed
-
-    def _key(self, sample: RewardSample, i: int, failed: dict[int, str]) -> Key | None:
-        try:
-            return sample.key(self.backbone.reads_prompts, self.backbone.reads_references)
-        except (OSError, ValueError) as error:
-            failed[i] = str(error)
-            return None
+            try:
+                keys[i] = sample.key(self.backbone.reads_prompts, self.backbone.reads_references)
+            except (OSError, ValueError) as error:
+                failed[i] = str(error)
+        broken = self.store.fill({(key,): samples[i] for i, key in keys.items()}, self._compute)
+        failed |= {i: broken[key] for i, key in keys.items() if key in broken}
+        good = [i for i in keys if i not in failed]
+        if not good:
+            raise ValueError("no sample could be read and embedded")
+        rows = self.store.read([keys[i] for i in good])
+        joint, prompt = (dict(zip(good, rows[name], strict=True)) for name in ("joint", "prompt"))
+        return Features(_table(joint, len(samples)), _table(prompt, len(samples))), failed
 
     @torch.no_grad()
-    def _compute(
-        self,
-        samples: Sequence[RewardSample],
-        todo: Sequence[tuple[Key, int]],
-        failed: dict[int, str],
-    ) -> None:
-        features, broken = embed_samples(self.backbone, self.frames, [samples[i] for _, i in todo])
-        failed |= {todo[row][1]: why for row, why in broken.items()}
-        good = [row for row in range(len(todo)) if row not in broken]
-        keys = [todo[row][0] for row in good]
-        for key, row in zip(keys, good, strict=True):
-            self._known[key] = features.joint[row], features.prompt[row]
-        self.num_computed += len(good)
-        if self.folder and good:
-            self._write(self.folder, keys, features.take(torch.tensor(good)))
-
-    def _write(self, folder: Path, keys: Sequence[Key], features: Features) -> None:
-        name = hashlib.sha256(b"".join(keys)).hexdigest()[:32]
-        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
-        rows = {"key": table, "joint": features.joint, "prompt": features.prompt}
-        try:
-            with atomic_write(folder / f"{name}.safetensors") as partial:
-                save_file({k: v.contiguous() for k, v in rows.items()}, partial)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-
-    def _read(self, file: Path) -> None:
-        try:
-            rows = load_file(file)
-            table = zip(rows["key"].numpy(), rows["joint"], rows["prompt"], strict=True)
-            self._known |= {key.tobytes(): (joint, prompt) for key, joint, prompt in table}
-        except (SafetensorError, KeyError, ValueError):
-            self.num_damaged += 1
-            file.unlink()
-
-    def _table(self, keys: Sequence[Key | None]) -> Features:
-        found = next((self._known[k] for k in keys if k in self._known), None)
-        if found is None:
-            raise ValueError("no sample could be read and embedded")
-        absent = tuple(torch.full_like(part, torch.nan) for part in found)
-        rows = [absent if k is None else self._known.get(k, absent) for k in keys]
-        return Features(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+    def _compute(self, todo: Sequence[tuple[Keys, RewardSample]]) -> dict[Key, str]:
+        """Embed samples and store their features; return failures by key."""
+        broken: dict[Key, str] = {}
+        for some in (todo[i : i + _AT_ONCE] for i in range(0, len(todo), _AT_ONCE)):
+            features, lost = embed_samples(self.backbone, self.frames, [one for _, one in some])
+            for row, ((key,), _) in enumerate(some):
+                if row in lost:
+                    broken[key] = lost[row]
+                else:
+                    joint, prompt = features.joint[row], features.prompt[row]
+                    self.store.put(key, {"joint": joint, "prompt": prompt})
+            self.store.flush()
+        self.num_computed += len(todo) - len(broken)
+        return broken
 
 
 def embed_samples(
@@ -188,10 +142,14 @@ def embed_samples(
         return Features(
             torch.full((len(samples), 1), torch.nan), torch.zeros(len(samples), 0)
         ), failed
-    first = next(iter(rows.values()))
-    absent = tuple(torch.full_like(part, torch.nan) for part in first)
-    full = [rows.get(i, absent) for i in range(len(samples))]
-    return Features(torch.stack([r[0] for r in full]), torch.stack([r[1] for r in full])), failed
+    joint, prompt = ({i: row[part] for i, row in rows.items()} for part in (0, 1))
+    return Features(_table(joint, len(samples)), _table(prompt, len(samples))), failed
+
+
+def _table(rows: Mapping[int, Tensor], count: int) -> Tensor:
+    """Return a table of `count` rows; those that are absent are NaN."""
+    absent = torch.full_like(next(iter(rows.values())), torch.nan)
+    return torch.stack([rows.get(i, absent) for i in range(count)])
 
 
 def _sources(backbone: Backbone, frames: Frames, sample: RewardSample) -> list[Tensor]:

@@ -525,7 +525,7 @@ def test_a_damaged_file_of_the_cache_is_computed_again(trained, clip, tmp_path):
     file.write_bytes(whole[: len(whole) // 2])
     second = Embeddings(backbone, read, tmp_path)
     second(samples(trained[0]))
-    assert (second.num_damaged, second.num_computed) == (1, 8)
+    assert (second.store.num_damaged, second.num_computed) == (1, 8)
     assert file.read_bytes() == whole
 
 
