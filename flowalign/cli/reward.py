@@ -134,12 +134,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Write the reward's fitted weights, print how well they order pairs, and return 0."""
-    from flowalign.reward_training.labelled_pairs import (
-        find_fittable,
-        find_table,
-        fit_to_table,
-        read_scores,
-    )
+    from flowalign.curation.score_table import find_table
+    from flowalign.reward_training.labelled_pairs import find_fittable, fit_to_table, read_scores
     from flowalign.rewards.config import load_rewards
 
     check_file_path(Path(args.out), overwrite=True)
@@ -173,9 +169,10 @@ def _score_first(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from flowalign.curation.score_table import find_table
     from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
     from flowalign.reward_training.evaluation_page import page
-    from flowalign.reward_training.labelled_pairs import find_table, read_scores
+    from flowalign.reward_training.labelled_pairs import read_scores
 
     source = find_table(Path(args.data))
     settings = Settings(args.bootstrap, args.bins, seed=args.seed, both_bad=args.both_bad)

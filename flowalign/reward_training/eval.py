@@ -17,7 +17,6 @@ from flowalign.reward_training.evaluation_page import Content
 from flowalign.reward_training.labelled_pairs import (
     ScoredPairs,
     ScoredTable,
-    find_both_orders,
     number_groups,
     pair_rows,
 )
@@ -111,7 +110,6 @@ def evaluate(
         "fingerprints": list(table.fingerprints),
         "settings": asdict(settings),
         "results": results,
-        "swaps": [{"score": dim, **asdict(_swaps(table, dim, settings))} for dim in dims],
     }
 
 
@@ -133,7 +131,6 @@ def _agreement(table: ScoredTable, dim: str, column: str, settings: Settings) ->
         "pairs": len(lead),
         "human_ties": int((human == 0).sum()),
         "score_ties": int(((lead == 0) & (human != 0)).sum()),
-        "annotators_agree": _annotators_agree(table, column),
         "unscored": compared.unscored,
         "tie_threshold": agreement.best_tie_threshold(lead, human).threshold,
         "temperature": agreement.temperature(lead, share) if len(lead) else math.nan,
@@ -144,22 +141,6 @@ def _agreement(table: ScoredTable, dim: str, column: str, settings: Settings) ->
             if n
         ],
     }
-
-
-def _annotators_agree(table: ScoredTable, column: str) -> float:
-    """Return how often two annotators of a record agree; NaN unless the column counts votes."""
-    if not column.startswith("votes/"):
-        return math.nan
-    votes, (_, index) = table.humans[column], table.record.unique(return_inverse=True)
-    known = votes.isfinite()
-    votes, index = votes[known].double(), index[known]
-    total = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
-    same = total.scatter_add(0, index, votes * (votes - 1))
-    total = total.scatter_add(0, index, votes)
-    counted = total > 1
-    if not counted.any() or (votes != votes.round()).any():
-        return math.nan
-    return float((same[counted] / (total * (total - 1))[counted]).mean())
 
 
 def _pair_measures(compared: ScoredPairs, settings: Settings) -> dict[str, Measure]:
@@ -235,13 +216,6 @@ def _row_measures(
     if column.startswith("rating/"):
         rho = _measure(lambda w: resampling.spearman(x, y, w), prompt, settings, len(rows))
     return {"kendall": tau, "spearman": rho}
-
-
-def _swaps(table: ScoredTable, dim: str, settings: Settings) -> Measure:
-    """Return the share of equal verdicts on two samples in both orders; n is 0 without any."""
-    forward, backward, cluster = find_both_orders(table, dim)
-    same = (forward.sign() == backward.sign()).double()
-    return _measure(lambda w: resampling.mean(same, w), cluster, settings, len(same))
 
 
 def _measure(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:

@@ -27,8 +27,6 @@ class ScoredTable:
     prompt: Int[Tensor, "n"]
     """Number of the prompt of each row, together with its sources. A row without a prompt, or with
     a source that is no file, has a number for its record instead."""
-    paths: Sequence[str | None]
-    prompts: Sequence[str]
     scores: Mapping[str, Float[Tensor, "n"]]
     """Scores by dimension; NaN if invalid."""
     humans: Mapping[str, Float[Tensor, "n"]]
@@ -70,23 +68,6 @@ class ScoredPairs:
     """Whether all samples of the pair's group have a valid score."""
 
 
-def find_table(source: Path) -> Path:
-    """Return the path of a table, given directly or as a folder of `flowalign score`.
-
-    Raises:
-        ValueError: There is no table, or there are two.
-    """
-    if source.is_file():
-        return source
-    found = [p for p in (source / "scores.parquet", source / "scores.jsonl") if p.exists()]
-    if len(found) != 1:
-        held = (
-            "both scores.parquet and scores.jsonl" if found else "no scores.parquet, scores.jsonl"
-        )
-        raise ValueError(f"{source} holds {held}; name one table that `flowalign score` wrote")
-    return found[0]
-
-
 def read_scores(path: Path) -> ScoredTable:
     """Read a table that `flowalign score` wrote.
 
@@ -114,8 +95,6 @@ def read_scores(path: Path) -> ScoredTable:
     return ScoredTable(
         record=_number_values(columns["record"]),
         prompt=_number_values(owners),
-        paths=columns.get("path") or [None] * len(prompts),
-        prompts=prompts,
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
         humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in labels},
         fingerprints=sorted({str(f) for f in columns.get("fingerprint", ()) if f}),
@@ -154,32 +133,6 @@ def pair_rows(table: ScoredTable, dim: str, column: str) -> ScoredPairs:
         group[i],
         ~torch.isin(group[i], broken),
     )
-
-
-def find_both_orders(
-    table: ScoredTable, dim: str
-) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Return leads of A over B with A first and with A second, and the prompt of each.
-
-    A table has both orders if two records of one prompt hold the same files in opposite order.
-    """
-    score = table.scores[dim]
-    i, j = list_pairs(table.record)
-    seen: dict[tuple[str, str, str], int] = {}
-    found: list[tuple[int, int]] = []
-    places: list[tuple[int, int]] = list(zip(i.tolist(), j.tolist(), strict=True))
-    for k, (first, second) in enumerate(places):
-        a, b, prompt = table.paths[first], table.paths[second], table.prompts[first]
-        if a is None or b is None or a == b:
-            continue
-        if (earlier := seen.pop((prompt, b, a), None)) is not None:
-            found.append((earlier, k))
-        else:
-            seen[prompt, a, b] = k
-    lead = score[i] - score[j]
-    chosen = torch.tensor(found, dtype=torch.long).reshape(-1, 2)
-    chosen = chosen[lead[chosen].isfinite().all(1)]
-    return lead[chosen[:, 0]], -lead[chosen[:, 1]], table.prompt[i[chosen[:, 0]]]
 
 
 def _read(path: Path) -> Columns:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ class WeightedReward:
         """Return the weights by dimension, without unweighted dimensions.
 
         Raises:
-            ValueError: A dimension is unknown, a weight is not finite, or one number is given for
-                several dimensions.
+            ValueError: A dimension is unknown, or one number is given for several dimensions.
         """
         check_spec(self.model)
         first, *others = dims = self.model.spec.dims
@@ -51,8 +49,6 @@ class WeightedReward:
                 f"rewards: {self._name} has no dimensions {unknown} that its weight names; "
                 f"there are {', '.join(dims)}"
             )
-        if not all(isfinite(value) for value in weights.values()):
-            raise ValueError(f"rewards: weights of {self._name} must be finite, got {weights}")
         return weights
 
     def resolve(self) -> dict[str, Any]:

@@ -40,20 +40,10 @@ def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
     assert record.metadata == {"seed": 3}
 
 
-@pytest.mark.parametrize("name", ["request_mask", "mask"])
-def test_a_mask_of_a_source_is_the_request_s_under_its_name_and_its_old_one(tmp_path, name):
-    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], name: "m.png"}
+def test_a_mask_of_a_source_is_the_request_s_under_its_name(tmp_path):
+    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], "request_mask": "m.png"}
     record = only(jsonl(tmp_path, row), "generic")
     assert (record.mask, record.metadata) == (Media(str(tmp_path / "m.png")), {})
-
-
-def test_a_mask_of_latents_or_of_no_source_stays_a_column(tmp_path):
-    row = {"prompt": "x", "image": "a.png", "mask": "m.png"}
-    record = only(jsonl(tmp_path, row), "generic")
-    assert (record.mask, record.metadata) == (None, {"mask": "m.png"})
-    row |= {"references": ["r.png"]}
-    record = only(jsonl(tmp_path, row | {"mask": "m.safetensors"}), "generic")
-    assert (record.mask, record.metadata) == (None, {"mask": "m.safetensors"})
 
 
 def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
@@ -256,4 +246,4 @@ def test_the_stamp_of_a_record_follows_its_files_and_its_row(tmp_path, monkeypat
 
 
 def test_every_schema_has_a_name_of_its_own():
-    assert len(readers.SCHEMAS) == 18
+    assert len(readers.SCHEMAS) == 16

@@ -74,9 +74,11 @@ class Fields:
         """Return a list of media; [] if absent."""
         return self.media(name) if name in self else []
 
-    def request_mask(self, name: str = REQUEST_MASK) -> Media | None:
+    def request_mask(self) -> Media | None:
         """Return the inpainting mask of the request, an image; None if absent."""
-        return replace(self.medium(name), background="black") if name in self else None
+        if REQUEST_MASK not in self:
+            return None
+        return replace(self.medium(REQUEST_MASK), background="black")
 
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns except `used` that hold numbers, texts, lists or structs."""

@@ -24,8 +24,6 @@ _USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes
 def _generic(rows: Sequence[Fields], default_id: str) -> Record:
     row = rows[0]
     name = find_present(row, (*_LISTS, *_SINGLE))
-    pictured = "references" in row and "mask" in row
-    old = pictured and not str(row.row.fields["mask"]).endswith(".safetensors")
     media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
     return Record(
         _identity(row) or default_id,
@@ -35,8 +33,8 @@ def _generic(rows: Sequence[Fields], default_id: str) -> Record:
         ranks=_by_dimension(row, "ranks", len(media)),
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),
-        metadata=row.rest(*_USED, REQUEST_MASK, *(["mask"] if old else [])),
-        mask=row.request_mask("mask" if old else REQUEST_MASK),
+        metadata=row.rest(*_USED, REQUEST_MASK),
+        mask=row.request_mask(),
     )
 
 

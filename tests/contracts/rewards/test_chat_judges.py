@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import MAY_PASS, MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection
 from reward_models.backbones.pixels import pad_to_square
@@ -606,35 +604,6 @@ def test_a_template_of_ones_own_may_have_a_system_prompt(tmp_path):
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": ". Is it a {x}? {"},
     ]
-
-
-def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
-    server = serve(lambda r: axes(*colours(r.pictures[0])))
-    settings = {"url": server.url, "model": MODEL, "concurrency": 3}
-    path = tmp_path / "rewards.yaml"
-    build_rewards = [
-        {
-            "class_path": "reward_models.UnifiedRewardPoint",
-            "init_args": {"server": settings, "sampling": {"passes": 2}},
-        },
-        {
-            "class_path": "reward_models.WinRate",
-            "init_args": {
-                "judge": {
-                    "class_path": "reward_models.OneReward",
-                    "init_args": {"server": settings, "task": "text to image"},
-                },
-            },
-        },
-    ]
-    path.write_text(yaml.safe_dump({"rewards": build_rewards}))
-    (point, win_rate), resolved = load_rewards(str(path))
-    assert point.ensemble.sampling == Sampling(
-        passes=2, max_tokens=512
-    )  # the rest are its defaults
-    assert point.score(batch_of(0.2)).values.tolist() == [[pytest.approx(1.8)] * 3]
-    assert win_rate.spec.needs == ("prompt", "groups")
-    assert "timeout: 120.0" in resolved
 
 
 def test_deqa_is_the_expected_level_of_a_square_and_a_meter_of_drift(serve):

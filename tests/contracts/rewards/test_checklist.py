@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.questions.checklist import Checklist, vision_reward_image, vision_reward_video
 from reward_models.questions.question_set import (
@@ -241,16 +240,6 @@ def test_files_that_are_no_question_set_are_refused(tmp_path, content):
     (tmp_path / "question_set.json").write_text(content)
     with pytest.raises(ValueError, match=r"question_set\.json is not a checklist"):
         read_question_set(str(tmp_path / "question_set.json"))
-
-
-def test_a_yaml_file_builds_the_released_checklist(tmp_path):
-    (tmp_path / "rewards.yaml").write_text(
-        "rewards:\n- class_path: reward_models.vision_reward_image\n  init_args:\n"
-        "    judge:\n      class_path: reward_models.QwenYesNo\n"
-        "      init_args: {source: some/judge}\n    alignment: judge\n"
-    )
-    (model,), _ = load_rewards(str(tmp_path / "rewards.yaml"))
-    assert model.spec.name == "vision_reward_image"
 
 
 def simulated(num: int = 1795, items: int = 29) -> tuple[Tensor, Tensor, Tensor, Tensor]:

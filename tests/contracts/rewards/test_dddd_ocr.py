@@ -54,9 +54,3 @@ def test_wrong_alphabets_are_refused(library):
     with pytest.raises(ValueError, match=r"cannot read \['Z'\]"):
         DdddOCR("AZ").load()
     assert DdddOCR("A").version != DdddOCR().version
-
-
-def test_a_missing_library_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ddddocr", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[ocr-judge\]'"):
-        DdddOCR().load()

@@ -1,7 +1,9 @@
 """EditReward against transformers' own Qwen2.5-VL and heads written out by hand."""
 
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,12 @@ from reward_models.backbones.qwen2_vl import count_tokens
 from reward_models.backbones.reward_bases import to_uint8
 from reward_models.preference import edit_reward
 from reward_models.preference.edit_reward import EditReward, Instructions, fuse_heads
-from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+from tests.fixtures.reward_contract import (
+    check_contract,
+    check_fingerprints,
+    check_keys,
+    example_batch,
+)
 from tests.fixtures.tiny_qwen import build_judge
 
 torch.set_num_threads(1)
@@ -198,21 +205,10 @@ def test_the_older_names_and_a_torch_file_are_the_same_checkpoint(folders, texts
     assert torch.equal(again.score(edits(1)).values, expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("rm_heads.head_1.5.bias"), r"1 missing: head\.head_1\.5\.bias"),
-        (lambda t: t.update(extra=torch.ones(2)), "1 unexpected: extra"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_key(
-    folders, texts, tmp_path, change, message
-):
-    tensors = load_file(folders[1] / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        tiny(folders, texts, checkpoint=tmp_path).load()
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(folders, texts, tmp_path):
+    copied = Path(shutil.copy(folders[1] / "model.safetensors", tmp_path))
+    load = tiny(folders, texts, checkpoint=tmp_path).load
+    check_keys(copied, "rm_heads.head_1.5.bias", load)
 
 
 def test_settings_that_cannot_be_are_refused_before_weights_are_read(folders, texts, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.wrappers.composed import Gated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
@@ -104,19 +103,3 @@ def test_what_it_cannot_use_is_refused():
         Gated(RED, GREEN, "green", math.nan)
     with pytest.raises(ValueError, match="red scores images, green videos"):
         Gated(Channel("red", 0, "image"), Channel("green", 1, "video"), "green", 0.5)
-
-
-def test_it_is_built_from_a_file(tmp_path):
-    file = tmp_path / "rewards.yaml"
-    file.write_text("""
-rewards:
-- class_path: reward_models.Gated
-  init_args:
-    reward: {class_path: reward_models.FlowSmoothness}
-    gate: {class_path: reward_models.DynamicDegree}
-    dim: motion
-    floor: 6.0
-""")
-    (model,), _ = load_rewards(str(file))
-    assert model.spec.dims == ("dynamic", "motion", "smoothness")
-    assert model.spec.needs == ("fps",)

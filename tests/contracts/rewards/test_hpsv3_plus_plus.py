@@ -14,6 +14,7 @@ from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
     check_fingerprints,
+    check_keys,
     check_small_steps,
     example_batch,
 )
@@ -149,20 +150,10 @@ def test_a_failed_image_leaves_its_group_to_the_others(small):
     torch.testing.assert_close(output.values[[0, 2]], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("film_gen.2.bias"), r"1 missing: head\.film_gen\.2\.bias"),
-        (lambda t: t.pop("model.visual.pos_embed.weight"), r"missing: backbone\.visual\.pos"),
-        (lambda t: t.update(extra=torch.ones(2)), "1 unexpected: extra"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, message):
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path):
     tensors = torch.load(FOLDER / "hpsv3++.pth", weights_only=True)["model"]
-    change(tensors)
     torch.save(tensors, tmp_path / "hpsv3++.pth")
-    with pytest.raises(ValueError, match=message):
-        tiny(tmp_path).load()
+    check_keys(tmp_path / "hpsv3++.pth", "film_gen.2.bias", tiny(tmp_path).load)
 
 
 def test_settings_are_checked_and_enter_the_fingerprint():

@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import InternVLModel
 
 from flowalign.types import MediaBatch
@@ -19,7 +20,12 @@ from reward_models.preference.internvl2 import (
 )
 from reward_models.preference.mj_video import MJVideo
 from tests.fixtures.golden import GOLDEN, load
-from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+from tests.fixtures.reward_contract import (
+    check_contract,
+    check_fingerprints,
+    check_keys,
+    example_batch,
+)
 
 torch.set_num_threads(1)
 FOLDER = GOLDEN / "H_mjvideo"
@@ -123,20 +129,9 @@ def test_a_prompt_with_a_special_token_fails_alone():
     assert output.values[1, 5].item() == pytest.approx(RECORDED["overall1"].item(), abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("model.mlp1.3.bias"), r"missing: multi_modal_projector\.linear_2\.bias"),
-        (lambda t: t.update({"model.extra": torch.ones(2)}), "1 unexpected: extra"),
-        (lambda t: t.pop("aspect_gating.logit_scale"), r"missing: aspect_gating\.logit_scale"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, message):
-    tensors = load_file(FOLDER / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        tiny(tmp_path).load()
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path):
+    copied = Path(shutil.copy(FOLDER / "model.safetensors", tmp_path))
+    check_keys(copied, "model.mlp1.3.bias", tiny(tmp_path).load)
 
 
 @pytest.mark.parametrize(

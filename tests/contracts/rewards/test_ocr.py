@@ -7,9 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from flowalign.utils.errors import ConfigError
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.detection.ocr import (
     OCR,
@@ -131,16 +129,6 @@ def test_settings_enter_the_fingerprint_and_wrong_ones_are_refused():
         OCR(num_frames=0)
     with pytest.raises(ValueError, match="confidence"):
         RapidOCR(confidence=1.5)
-
-
-def test_it_is_built_from_a_dotted_path_and_from_yaml(tmp_path):
-    (model,), resolved = load_rewards("reward_models.OCR")
-    assert model.spec.dims == ("contained",)
-    assert "mode: contained" in resolved
-    file = tmp_path / "rewards.yaml"
-    file.write_text("rewards: [{class_path: reward_models.OCR, init_args: {mode: fuzzy}}]")
-    with pytest.raises(ConfigError, match="fuzzy"):
-        load_rewards(str(file))
 
 
 def written(text: str) -> torch.Tensor:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.signals.temporal import TemporalFlicker
 from reward_models.wrappers.composed import PerFrame
@@ -158,19 +157,3 @@ def test_loading_loads_the_reward():
 def test_what_it_cannot_use_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_it_is_built_from_a_file(tmp_path):
-    file = tmp_path / "rewards.yaml"
-    file.write_text("""
-rewards:
-- class_path: reward_models.PerFrame
-  init_args:
-    reward: {class_path: reward_models.JpegSize}
-    over: soft_min
-    temperature: 0.5
-    frames: 4
-""")
-    (model,), _ = load_rewards(str(file))
-    assert model.spec.dims == ("compressibility_soft_min",)
-    assert model.score(example_batch(2, frames=3)).valid.all()

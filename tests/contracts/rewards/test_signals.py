@@ -6,9 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
-from flowalign.utils.imports import import_optional
 from reward_models.backbones.encoders import EfficientNetLite0, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals.jpeg import JpegSize
@@ -98,13 +96,6 @@ def test_safety_keeps_the_contract_and_knows_its_classes():
         NudeNet(num_frames=0)
 
 
-def test_a_missing_library_is_named_with_its_extra():
-    with pytest.raises(
-        ValueError, match=r"no_such_library is missing: pip install 'flowalign-diffusion\[x\]'"
-    ):
-        import_optional("no_such_library", "x")
-
-
 def test_efficientnet_has_the_published_number_of_weights():
     # 4.652 million in the paper's repository; with the buffers the file has 4,694,073 numbers.
     encoder = EfficientNetLite0()
@@ -162,44 +153,3 @@ def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient():
     encoder.embed(asking).sum().backward()
     assert asking.grad is not None
     assert asking.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("path", "dims"),
-    [
-        ("reward_models.JpegSize", ("compressibility",)),
-        ("reward_models.NudeNet", ("safe",)),
-        ("reward_models.FlowSmoothness", ("smoothness",)),
-        ("reward_models.DynamicDegree", ("dynamic", "motion")),
-        ("reward_models.TemporalFlicker", ("flicker",)),
-        ("reward_models.SubjectConsistency", ("consistency",)),
-    ],
-)
-def test_they_are_built_from_dotted_paths(path, dims):
-    (model,), _ = load_rewards(path)
-    assert model.spec.dims == dims
-
-
-def test_rewards_made_of_others_are_built_from_yaml(tmp_path):
-    file = tmp_path / "rewards.yaml"
-    file.write_text("""
-rewards:
-- class_path: reward_models.Drift
-  init_args: {image: {class_path: reward_models.JpegSize}, share: 0.2}
-- class_path: reward_models.GenEval
-  init_args: {detector: {class_path: reward_models.ShapesDetector}}
-- class_path: reward_models.Counting
-  init_args: {detector: {class_path: reward_models.ShapesDetector}, threshold: 0.6}
-- class_path: reward_models.SubjectConsistency
-  init_args: {encoder: {class_path: reward_models.EfficientNet}}
-""")
-    models, _ = load_rewards(str(file))
-    assert [dim for model in models for dim in model.spec.dims] == [
-        "compressibility_drift",
-        "exact_match",
-        "correct",
-        "dense",
-        "count",
-        "exact",
-        "consistency",
-    ]

@@ -23,7 +23,12 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.vqa_score import QUESTION, ClipFlanT5, VQAScore, padded_square
 from tests.fixtures.fake_judge import FakeJudge
-from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+from tests.fixtures.reward_contract import (
+    check_contract,
+    check_fingerprints,
+    check_keys,
+    example_batch,
+)
 from tests.fixtures.tiny_qwen import build_judge
 
 pytestmark = pytest.mark.slow
@@ -180,22 +185,9 @@ def test_the_square_is_padded_around_the_middle_with_the_mean_colour():
     assert (flat[..., 30:, :].abs() < 0.02).all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lm_head.weightx",
-        "encoder.final_layer_norm.weight",
-        "mm_projector.0.bias",
-        "vision_tower.vision_tower.vision_model.pre_layrnorm.weight",
-    ],
-)
-def test_a_checkpoint_with_another_key_is_refused(tmp_path, name):
+def test_a_checkpoint_with_another_key_is_refused(tmp_path):
     folder = write_clip_t5(tmp_path)
-    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
-    tensors.pop(name, None) if not name.endswith("x") else tensors.update({name: torch.zeros(1)})
-    torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="unexpected" if name.endswith("x") else "missing"):
-        model(folder).load()
+    check_keys(folder / "pytorch_model.bin", "mm_projector.0.bias", model(folder).load)
 
 
 def test_tied_and_deduplicated_embeddings_may_be_left_out(folder, tmp_path):

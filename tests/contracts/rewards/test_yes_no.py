@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
@@ -14,7 +14,7 @@ from transformers.video_utils import VideoMetadata
 from flowalign.types import MediaBatch
 from reward_models.backbones.prefix import find_answer_tokens, pack_questions
 from reward_models.backbones.yes_no_judges import QwenYesNo
-from tests.fixtures.reward_contract import example_batch
+from tests.fixtures.reward_contract import check_keys, example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
 # A FutureWarning would be an argument that transformers has renamed.
@@ -183,22 +183,13 @@ def test_a_tokenizer_without_the_words_is_refused_at_load(tmp_path, words):
         QwenYesNo(str(folder), device="cpu").load()
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "not finite", "cannot be read"])
-def test_a_checkpoint_that_does_not_fit_is_refused(folders, tmp_path, damage):
+def test_a_checkpoint_that_does_not_fit_is_refused(folders, tmp_path):
     folder = shutil.copytree(folders["qwen2_5_vl"], tmp_path / "broken")
     path = folder / "model.safetensors"
-    tensors = load_file(path)
-    name = next(key for key in tensors if key.endswith("layers.1.mlp.up_proj.weight"))
-    if damage in ("missing", "unexpected"):
-        tensors[name + "x"] = tensors[name].clone()
-    if damage == "missing":
-        del tensors[name]
-    if damage == "not finite":
-        tensors[name][0, 0] = torch.nan
-    save_file(tensors, path, {"format": "pt"})
-    if damage == "cannot be read":
-        path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=damage):
+    name = next(key for key in load_file(path) if key.endswith("layers.1.mlp.up_proj.weight"))
+    check_keys(path, name, QwenYesNo(str(folder), device="cpu").load)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read"):
         QwenYesNo(str(folder), device="cpu").load()
 
 
