@@ -57,7 +57,7 @@ def test_a_method_that_needs_guidance_trains_without_it(matrix):
 RUNS = {
     "any pipeline": ("toy_shapes", "any_flow"),
     "sound": ("ltx2", "methods/omni_nft", "tasks/sound"),
-    "rate of a LoRA": ("flux1_dev", "methods/draft_lv", "tasks/lora_rate"),
+    "rate of a LoRA": ("flux1_dev", "methods/adjoint_matching", "tasks/lora_rate"),
     "refl with pre-training": ("sd35_medium", "methods/refl", "tasks/refl_pretraining"),
     "hyper_align": ("sd35_medium", "methods/draft_lv", "tasks/hyper_align_sd35"),
     "visual questions": ("sd35_medium", "methods/draft_lv", "tasks/visual_questions"),

@@ -141,10 +141,49 @@ def assert_even(files):
         (FLUX, METHODS + "g2rpo.yaml"),
         (FLUX, METHODS + "dance_grpo.yaml"),
         (MODELS + "wan21_1_3b.yaml", METHODS + "worldcompass_wan.yaml"),
+        (SD35, METHODS + "tree_grpo.yaml"),
+        (SD35, METHODS + "branch_grpo.yaml"),
+        (MODELS + "sd15.yaml", METHODS + "parrot.yaml"),
+        (FLUX, METHODS + "d2_align.yaml"),
+        (SD35, METHODS + "refl.yaml"),
+        (FLUX, METHODS + "draft_lv.yaml"),
+        ("configs/reward_gradient/sd35_medium.yaml",),
+        (MODELS + "wan21_1_3b.yaml", METHODS + "online_dpo_video.yaml"),
+        ("configs/preference/wan_mpo.yaml",),
+        ("configs/preference/wan_gapo.yaml",),
     ],
 )
-def test_adapters_get_a_rate_that_moves_them(files):
+def test_adapters_get_a_rate_that_moves_them(files, tmp_path):
     """The rates for all weights move an adapter by .014 % in 20 updates, see tasks/lora_rate."""
-    run, _ = load(list(files), [])
+    run = load_on_any_machine(files, tmp_path)
     assert run.policy.network.lora is not None
     assert run.optimizer.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("files", "rate"),
+    [
+        ((SD35, METHODS + "kvpo.yaml"), 1e-5),
+        ((SD35, METHODS + "align_prop.yaml"), 1e-3),
+        ((MODELS + "wan21_1_3b.yaml", METHODS + "vader.yaml", "configs/tasks/hpsv2.yaml"), 2e-4),
+        (("configs/preference/wan_flow_dpo.yaml",), 5e-6),
+        (("configs/preference/wan_local_dpo.yaml",), 5e-6),
+        (("configs/preference/wan_dense_dpo.yaml",), 1e-5),
+    ],
+)
+def test_published_rates_of_adapters_are_kept(files, rate, tmp_path):
+    run = load_on_any_machine(files, tmp_path)
+    assert run.policy.network.lora is not None
+    assert run.optimizer.learning_rate == rate
+
+
+def load_on_any_machine(files, folder):
+    """Return a run; a file takes the place of stored pairs."""
+    data = folder / "pairs.jsonl"
+    data.touch()
+    stored = (
+        [f"recipe.data.path={data}", "recipe.data.held_out=null"]
+        if "preference/" in files[0]
+        else []
+    )
+    return load(list(files), stored)[0]
