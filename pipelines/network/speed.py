@@ -157,7 +157,8 @@ def _missing(name: str) -> str:
     try:
         attention_dispatch._check_attention_backend_requirements(backend)
     except RuntimeError as error:
-        return str(error)
+        extra = ": pip install 'flowalign-diffusion[xformers]'" if name == "xformers" else ""
+        return f"{error}{extra}"
     return ""
 
 

@@ -1,6 +1,7 @@
 """What only a GPU can show of video. `pytest -m gpu tests/gpu`."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,4 +36,11 @@ def test_one_step_of_wan_2_1_is_timed_by_stage_with_as_many_frames_as_fit(tmp_pa
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_embedded_video_model_trains_in_every_precision(tmp_path, precision):
     run, text = two_steps("configs/models/shapes_video.yaml", "cuda", precision, tmp_path)
+    assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
+
+
+@pytest.mark.skipif(find_spec("xformers") is None, reason="needs the extra xformers")
+def test_the_toy_video_model_trains_with_the_attention_of_xformers(tmp_path):
+    file, attention = "configs/models/shapes_video.yaml", "speed.attention=xformers"
+    run, text = two_steps(file, "cuda", "bf16", tmp_path, attention)
     assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"

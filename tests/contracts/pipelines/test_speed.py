@@ -69,6 +69,17 @@ def test_a_backend_that_cannot_train_is_refused_before_weights_are_read(attentio
     assert len(str(caught.value).splitlines()) <= 5
 
 
+def test_a_missing_xformers_is_refused_with_its_extra(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", False)
+    with pytest.raises(ValueError, match=r"pip install 'flowalign-diffusion\[xformers\]'") as error:
+        check_attention("xformers", lambda: None)
+    assert str(error.value).startswith("speed.attention is 'xformers', but")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device\nallowed here: native"):
+        check_attention("xformers", lambda: None)
+
+
 def test_an_unknown_backend_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match="xformers"):
         load("configs/shapes.yaml", ["speed.attention=xfomers"])
