@@ -3,7 +3,7 @@
     python docs/site/notebooks.py docs/tutorials/step_credit.ipynb
 
 runs a notebook at full size in a temporary folder, and stores its printed text and figures in the
-file. `SHOWN` lists the notebooks that are committed with outputs.
+file. Notebooks are committed with their outputs.
 """
 
 import base64
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 Notebook = dict[str, Any]
-SHOWN = ("step_credit.ipynb",)
-"""Notebooks that are committed with outputs, because their figures explain the text."""
 _BADGE = re.compile(r"^\[!\[Open in Colab\]\(.*?\)\]\((?P<url>.*)\)$", re.MULTILINE)
 
 

@@ -1,5 +1,7 @@
 """The documentation site builds without a warning, and would not build with a fault."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,21 @@ def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
     assert "make_update" in (site / "examples" / "index.html").read_text()
     assert 'data-md-component="source"' not in (site / "index.html").read_text()
     assert "Needs a GPU." in (site / "models" / "wan.html").read_text()
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    assert {"guides/score_a_dataset", "reference/run_files"} <= search(index, "csv")
+    assert {"guides/python", "reference/api/runs"} <= search(index, "callback")
+    assert not search(index, "callbacq")
+
+
+def search(index: dict, word: str) -> set[str]:
+    """Return the pages with a word, divided as the site's search divides texts."""
+    separator = re.compile(index["config"]["separator"])
+    found = set()
+    for entry in index["docs"]:
+        text = re.sub("<[^>]+>", " ", f"{entry['title']} {entry['text']}").lower()
+        if word in separator.split(text):
+            found.add(entry["location"].partition(".html")[0])
+    return found
 
 
 def small_site(folder: Path, pages: dict[str, str], nav: list[str]) -> Path:
