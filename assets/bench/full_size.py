@@ -28,7 +28,7 @@ OTHERS = "shapes_video", "toy_shapes", "any_flow"
 """Run files that name no published model."""
 SDXL = "{class_path: pipelines.SDXL, init_args: {path: stabilityai/stable-diffusion-xl-base-1.0, "
 SDXL += "height: 1024, width: 1024, precision: bf16, gradient_checkpointing: true}}"
-"""Policy of a model without a file in configs/models, in place of Stable Diffusion 1.5."""
+"""Policy of a model without a file in configs/models, instead of Stable Diffusion 1.5."""
 PLAIN = "trackers=[]", "speed.kept_blocks=0"
 """Settings of all runs: each block recomputes its activations."""
 COLORS = {
@@ -98,7 +98,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Plan, measure and draw what the command line names."""
+    """Plan and measure the named models, or draw the figure."""
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

@@ -45,7 +45,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the weights of a run do."""
+    """Task and prompt words of the weights of a run."""
 
     task: str
     """Task, by its name on the hub."""
@@ -132,7 +132,7 @@ def read_benchmarks(folders: Sequence[str], weights: Path) -> list[tuple[str, st
     """Return title and Markdown of the results that `flowalign eval --benchmark` wrote.
 
     Raises:
-        ValueError: A folder has no results, or they are of other weights.
+        ValueError: A folder has no results, or evaluated other weights.
     """
     digest = f"weights-{hash_weights(weights)}" if folders else ""
     return [_read_benchmark(Path(folder), digest, weights) for folder in folders]

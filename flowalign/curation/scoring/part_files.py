@@ -58,7 +58,7 @@ class PartFiles:
         return self._path(block).exists()
 
     def select(self, block: int, records: Sequence[T]) -> Sequence[T]:
-        """Return the records of a block to score: all, or those whose failure may pass."""
+        """Return the records of a block to score: all, or those with a failure that may pass."""
         if block not in self:
             return records
         rows = list(self.rows([block]))
@@ -101,7 +101,7 @@ class PartFiles:
                 yield row
 
     def drop_changed(self, block: int, stamps: Sequence[str]) -> int:
-        """Delete a block if stamps of its records differ; return the number of these records."""
+        """Delete a block if stamps of its records differ; return the number of changed records."""
         _, head = next(self._lines(block), ("", {}))
         saved = head.get(_STAMPS, [])
         changed = sum(a != b for a, b in itertools.zip_longest(saved, stamps))
@@ -159,7 +159,7 @@ def _convert(value: Any, kind: str) -> Any:
 
 
 def _find_kind(types: Set[type]) -> str:
-    """Return the type of a column with values of these types."""
+    """Return the type of a column, given the types of its values."""
     kinds = {"bool": {bool}, "int64": {int}, "double": {int, float}}
     return next((kind for kind, known in kinds.items() if types <= known), "string")
 

@@ -1,6 +1,6 @@
 """Define protocol cards: one YAML file in `configs/benchmarks/` per benchmark.
 
-A card states what the authors of a benchmark fix. Null means that they leave it open.
+A card states the settings that the authors of a benchmark fix. Null: they leave the setting open.
 """
 
 from dataclasses import dataclass, field, replace
@@ -72,8 +72,8 @@ class Group:
     high: float = 1.0
     """Group mean that counts as 1."""
     skips: bool = False
-    """Whether the official script leaves out items without a result, such as clips without the
-    object whose colour counts."""
+    """Whether the official script leaves out items without a result, such as clips without an
+    object to colour."""
     per_prompt: bool = False
     """Whether the official tool gives one result per prompt, for all of its clips."""
 
