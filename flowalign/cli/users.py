@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the embeddings, and return 0."""
     from safetensors.torch import save_file
 
-    from flowalign.extra.users import UserEmbeddings
+    from flowalign.reward_training.embeddings import UserEmbeddings
     from flowalign.utils.typed_settings import load_typed
 
     cfg, _ = load_typed(UserEmbeddings, args.config, args.overrides)

@@ -18,11 +18,11 @@ from flowalign.curation.score_table import (
     ScoreTable,
     assign_stages,
 )
+from flowalign.data.media.encode import read_thumbnail
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import DropReport, Inspection
 from flowalign.data.readers.schema import REQUEST_MASK
-from flowalign.reports.pages import Chart, histogram, render
-from flowalign.reports.samples import encode_medium
+from flowalign.reports.pages import Chart, data_address, histogram, render
 from flowalign.utils.files import atomic_write
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.seeds import is_in_share
@@ -295,6 +295,6 @@ def make_thumbnail(path: str) -> str:
     The URL is empty if the file cannot be decoded.
     """
     try:
-        return encode_medium(Media(path))
+        return data_address("webp", read_thumbnail(Media(path)))
     except MediaProblem:  # validation has read the header only
         return ""

@@ -11,8 +11,9 @@ import numpy as np
 from PIL import Image
 
 from flowalign.reports.pages import PALETTE
-from flowalign.reports.records import MAX_ROWS, PLACES, CreditRecord, read_json
+from flowalign.reports.records import read_json
 from flowalign.reports.samples import cut_grid, encode_images
+from flowalign.utils.tracking import MAX_ROWS, PLACES, CreditRecord
 
 _MAX_STATES = 10
 _MAX_LABELLED_STEPS = 16

@@ -28,7 +28,6 @@ from flowalign.reports.panels import (
 from flowalign.reports.records import Lines, collect, number, read_json, read_scores, worst
 from flowalign.reports.records import changes as changes_of_prompts
 from flowalign.reports.samples import find_strips, samples
-from flowalign.sampling.calibration import History, Iteration, read_calibration
 from flowalign.utils.console import duration
 from flowalign.utils.files import write_text
 from flowalign.utils.run_events import commands, hide_in_settings
@@ -199,8 +198,8 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
 def calibration(file: Path) -> list[Chart]:
     """Return the charts of the noise levels; empty if none were calibrated."""
     try:
-        return calibration_charts(read_calibration(file))
-    except ValueError:
+        return calibration_charts(read_json(file))
+    except (ValueError, KeyError, TypeError):
         return []
 
 
@@ -235,8 +234,10 @@ _AFTER, _BEFORE, *_ = PALETTE
 _REST = PALETTE[-1]
 
 
-def calibration_charts(history: History) -> list[Chart]:
+def calibration_charts(history: Mapping[str, Any]) -> list[Chart]:
     """Return the charts of the levels and of the shares of the calibrated steps.
+
+    `history` is the content of a calibration file.
 
     Raises:
         ValueError: There is no iteration yet, or no iteration valued a step.
@@ -245,36 +246,36 @@ def calibration_charts(history: History) -> list[Chart]:
     return [_level_chart(history, steps), _share_chart(history, steps)]
 
 
-def _calibrated_steps(history: History) -> np.ndarray:
+def _calibrated_steps(history: Mapping[str, Any]) -> np.ndarray:
     """Return the indices of steps that some iteration valued; the remaining steps are ODE steps."""
-    steps = np.flatnonzero(np.sum([row.valid for row in history.iterations] or [[0]], axis=0))
+    steps = np.flatnonzero(np.sum([row["valid"] for row in history["iterations"]] or [[0]], axis=0))
     if len(steps) == 0:
         raise ValueError(
-            f"a calibration of {len(history.iterations)} iterations has no gains to draw"
+            f"a calibration of {len(history['iterations'])} iterations has no gains to draw"
         )
     return steps
 
 
-def _level_chart(history: History, steps: np.ndarray) -> Chart:
+def _level_chart(history: Mapping[str, Any], steps: np.ndarray) -> Chart:
     """Return the chart of psi, with a log axis as steps differ by orders of magnitude."""
-    first, *others = [np.array(row.psi)[steps] for row in history.iterations]
-    label = f"after {len(history.iterations)} iterations"
+    first, *others = [np.array(row["psi"])[steps] for row in history["iterations"]]
+    label = f"after {len(history['iterations'])} iterations"
     lines = [
         *(Line("", steps, psi, _REST, width=1.0, faint=True) for psi in others),
         Line("initial", steps, first, _BEFORE, dash=(4, 3)),
-        Line(label, steps, np.array(history.psi)[steps], _AFTER, width=2.5),
+        Line(label, steps, np.array(history["psi"])[steps], _AFTER, width=2.5),
     ]
     return Chart("Noise level", "denoising step", "noise level psi", lines, log=True)
 
 
-def _share_chart(history: History, steps: np.ndarray) -> Chart:
+def _share_chart(history: Mapping[str, Any], steps: np.ndarray) -> Chart:
     """Return the chart of the share of positive gains, without ties, and its target."""
     marks, aim = [0.5], ""
-    if history.settings["rule"] == "damped":
-        target = (1 - history.settings["threshold"]) / 2
+    if history["settings"]["rule"] == "damped":
+        target = (1 - history["settings"]["threshold"]) / 2
         marks, aim = [0.5, target], f" (aim: {target:.0%})"
     lines = []
-    ends = history.iterations[0], history.iterations[-1]
+    ends = history["iterations"][0], history["iterations"][-1]
     for label, row, colour in zip(("first", "last"), ends, (_BEFORE, _AFTER), strict=True):
         share, error = _share(row, steps)
         lines.append(Line(label, steps, share, colour, share - error, share + error))
@@ -282,10 +283,10 @@ def _share_chart(history: History, steps: np.ndarray) -> Chart:
     return Chart(title, "denoising step", "share ± error", lines, from_zero=True, y_marks=marks)
 
 
-def _share(row: Iteration, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _share(row: Mapping[str, Any], steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return positive / (positive + negative) and its standard error; NaN if all gains are ties."""
     positive, negative = (
-        np.array(side, dtype=float)[steps] for side in (row.positive, row.negative)
+        np.array(side, dtype=float)[steps] for side in (row["positive"], row["negative"])
     )
     decided = np.where(positive + negative > 0, positive + negative, np.nan)
     share = positive / decided

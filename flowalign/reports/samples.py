@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
-from flowalign.data.media.pixels import THUMBNAIL_FRAMES, encode_thumbnail
 from flowalign.reports.pages import data_address
 from flowalign.reports.records import (
     ScoreLine,
@@ -178,9 +175,3 @@ def encode_images(pictures: Sequence[Image.Image], strips: bool = False) -> list
             picture.save(content, "JPEG", quality=88)
         addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
     return addresses
-
-
-def encode_medium(medium: Media) -> str:
-    """Return a thumbnail of an image or video as a data URL; raise MediaProblem if unreadable."""
-    clip = decode(medium, THUMBNAIL_FRAMES)
-    return data_address("webp", encode_thumbnail(clip.pixels, clip.fps))

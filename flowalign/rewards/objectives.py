@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.combine import (
+from flowalign.rewards.combine import (
     Bound,
     Multipliers,
     RelativeForm,

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from flowalign.extra.clip_pairs.run_file import ClipPairs
-from flowalign.extra.users import UserEmbeddings
+from flowalign.reward_training.embeddings import UserEmbeddings
 from flowalign.reward_training.reward_run import RewardRun
 from flowalign.rewards.config import RewardFile
 from flowalign.runs.config import Run

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from flowalign.functional.combine import ramp, relative_reward
 from flowalign.gradient_paths import DirectAlign
 from flowalign.losses import Margin
+from flowalign.rewards.combine import ramp, relative_reward
 from flowalign.rewards.objectives import ControlWords
 from tests.fixtures import golden
 from tests.fixtures.replays import FieldReplay

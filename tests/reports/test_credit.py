@@ -15,7 +15,6 @@ from flowalign.credit.chain import Gain, Granular, NextValue, Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.data.requests import Requests
 from flowalign.reports.credit_view import Scale, make_tables, read_credit
-from flowalign.reports.records import CreditRecord
 from flowalign.reports.run_report import write_report
 from flowalign.sampling.branching import Chain, Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
@@ -30,6 +29,7 @@ from flowalign.training.policy_gradient.credit_record import (
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
+from flowalign.utils.tracking import CreditRecord
 from tests.fixtures.credit_rollouts import (
     THREE,
     blind_rewards,

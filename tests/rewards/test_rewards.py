@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from flowalign.credit.chain import Gain
 from flowalign.data.requests import read_requests
-from flowalign.functional.combine import Multipliers
 from flowalign.rewards.checked import RewardError
+from flowalign.rewards.combine import Multipliers
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import (
     LogSigmoidCentred,

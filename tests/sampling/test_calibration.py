@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -267,7 +268,7 @@ def test_every_sample_has_its_own_prompt_and_noise():
 @pytest.mark.parametrize(("rule", "aim"), [("damped", " (aim: 40%)"), ("paper", "")])
 def test_the_charts_name_their_axes_and_their_lines(tmp_path, rule, aim):
     history = calibrate(cfg(rule=rule), Gains(), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
-    levels, shares = calibration_charts(history)
+    levels, shares = calibration_charts(asdict(history))
     named = [[line.label for line in chart.lines if not line.faint] for chart in (levels, shares)]
     assert named == [["initial", "after 6 iterations"], ["first", "last"]]
     assert levels.log
@@ -281,4 +282,4 @@ def test_a_calibration_without_gains_has_no_picture(tmp_path):
     nothing = Gains(broken=lambda gains, iteration: gains * math.nan)
     history = calibrate(cfg(), nothing, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     with pytest.raises(ValueError, match="calibration of 6 iterations has no gains"):
-        calibration_charts(history)
+        calibration_charts(asdict(history))

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from flowalign.curation.scoring.part_files import REFERENCES, Row
+from flowalign.data.media.encode import read_thumbnail
 from flowalign.data.media.media import MediaProblem
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
-from flowalign.reports.pages import PALETTE, histogram
-from flowalign.reports.samples import encode_medium
+from flowalign.reports.pages import PALETTE, data_address, histogram
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
@@ -88,7 +88,7 @@ def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
             for medium, stored in enumerate(record.media):
                 if (record.id, medium) in wanted:
                     try:
-                        found[record.id, medium] = encode_medium(stored)
+                        found[record.id, medium] = data_address("webp", read_thumbnail(stored))
                     except MediaProblem:  # gone or changed since it was scored
                         found[record.id, medium] = ""
         if len(found) == len(wanted):

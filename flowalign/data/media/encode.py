@@ -14,9 +14,16 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowalign.data.media.decode import open_container
+from flowalign.data.media.decode import decode, open_container
 from flowalign.data.media.media import Media, MediaProblem
-from flowalign.data.media.pixels import EXACT, encode_loop, spread_frames, to_bytes
+from flowalign.data.media.pixels import (
+    EXACT,
+    THUMBNAIL_FRAMES,
+    encode_loop,
+    encode_thumbnail,
+    spread_frames,
+    to_bytes,
+)
 from flowalign.types import Sound
 from flowalign.utils.files import GRID_PADDING, atomic_write
 from flowalign.utils.imports import import_optional
@@ -267,3 +274,9 @@ def _decode_sound(source: Any) -> Sound | None:
         decoded = [part for frame in container.decode(stream) for part in planar.resample(frame)]
         parts = [part.to_ndarray() for part in (*decoded, *planar.resample(None))]
     return Sound(torch.from_numpy(np.concatenate(parts, 1)), stream.rate) if parts else None
+
+
+def read_thumbnail(medium: Media) -> bytes:
+    """Return a small WebP of an image or video; raise MediaProblem if it is unreadable."""
+    clip = decode(medium, THUMBNAIL_FRAMES)
+    return encode_thumbnail(clip.pixels, clip.fps)

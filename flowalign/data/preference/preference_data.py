@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from flowalign.data.media.media import Media
 from flowalign.functional import pairing
-from flowalign.functional.combine import gap_weights, unit_range
 from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Request
 from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, PositiveInt, require_ranges
 
@@ -268,9 +267,9 @@ class GapWeights:
         scores = [self._score(s, p) for side in sides for s, p in zip(side, pairs, strict=True)]
         value = torch.tensor(scores)[:, None]
         one_group = torch.zeros(len(scores), dtype=torch.long)
-        scaled = unit_range(value, value.isfinite(), one_group)[:, 0]
+        scaled = pairing.unit_range(value, value.isfinite(), one_group)[:, 0]
         chosen, rejected = scaled.chunk(2)
-        weights = gap_weights(chosen, rejected, self.alpha).clamp(min=0).tolist()
+        weights = pairing.gap_weights(chosen, rejected, self.alpha).clamp(min=0).tolist()
         return [replace(p, weight=p.weight * w) for p, w in zip(pairs, weights, strict=True)]
 
     def _score(self, sample: Sample, pair: Pair) -> float:

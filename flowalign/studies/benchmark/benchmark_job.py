@@ -14,9 +14,9 @@ from rich.console import Console
 from torch import Tensor
 
 from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip, write_picture
+from flowalign.data.media.encode import read_thumbnail, write_clip, write_picture
 from flowalign.data.media.media import Media
-from flowalign.reports.samples import encode_medium
+from flowalign.reports.pages import data_address
 from flowalign.reports.study_pages import ScoredImages, write_benchmark
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.sampling_job import SamplingJob
@@ -166,6 +166,10 @@ def _read(file: Path) -> Float[Tensor, "F 3 H W"]:
     return decode(Media(str(file))).pixels.float() / 255
 
 
+def _show(file: Path) -> str:
+    return data_address("webp", read_thumbnail(Media(str(file))))
+
+
 @dataclass(frozen=True)
 class BenchmarkRun:
     """Benchmark with the models to evaluate."""
@@ -281,8 +285,6 @@ def _scored_images(
         [job.sampler.requests[item.row].prompt for item in items[0]],
         scores[0],
         scores[-1],
-        lambda i: [
-            encode_medium(Media(str(folder.media(items[0][i].place)))) for folder in folders
-        ],
+        lambda i: [_show(folder.media(items[0][i].place)) for folder in folders],
         len(ends) > 1,
     )

@@ -15,8 +15,6 @@ from typing_extensions import override
 from flowalign.credit.chain import Outcome
 from flowalign.data.media.encode import arrange_grid, write_picture
 from flowalign.data.media.pixels import reduce_size, spread_frames
-from flowalign.reports.pages import PALETTE
-from flowalign.reports.records import MAX_ROWS, PLACES, CreditRecord
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.training.policy_gradient.batches import RolloutBatch
@@ -24,9 +22,12 @@ from flowalign.training.policy_gradient.policy_gradient_loop import StepObserver
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
+from flowalign.utils.tracking import MAX_ROWS, PLACES, CreditRecord
 
 _LARGEST = 160
 """Longer side of a reduced image, in pixels."""
+_BLUE, _ORANGE = (0, 114, 178), (213, 94, 0)
+"""Colours of positive and negative advantages in maps."""
 _MAP_DIMS = 4
 _QUARTERS = 4
 """Number of frames shown per video."""
@@ -141,7 +142,7 @@ def draw_places(
     while places.ndim > _MAP_DIMS:
         places = places.mean(2)
     most = max(float(places.abs().max()), 1e-12)
-    signs = torch.tensor([[*bytes.fromhex(PALETTE[i][1:])] for i in (0, 1)]) / 255
+    signs = torch.tensor([_BLUE, _ORANGE]) / 255
     ink = torch.where((places > 0)[..., None], signs[0], signs[1])
     strength = (places.abs() / most)[..., None]
     maps = (1 - strength + strength * ink).movedim(-1, 2)

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from flowalign.cli.main import main
 from flowalign.data.preference.dataset import PreferenceDataset
-from flowalign.extra.users import UserEmbeddings, choice_tokens
 from flowalign.functional.rating import Features
+from flowalign.reward_training.embeddings import UserEmbeddings, choice_tokens
 from flowalign.types import Backbone
 
 COLOURS = {

@@ -8,7 +8,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
-from flowalign.functional.combine import pareto_mask
+from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.matching.rollouts import Rollouts

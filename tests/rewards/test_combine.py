@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional import combine
+from flowalign.functional import pairing
+from flowalign.rewards import combine
 
 NAN = math.nan
 
@@ -103,14 +104,14 @@ def test_the_unit_range_by_hand():
     """Invalid 99 and -50 do not stretch it, one known value or equal ones are in the middle."""
     value = rows([1.0, 7.0], [99.0, 7.0], [3.0, 7.0], [5.0, NAN], [-50.0, 7.0], [6.0, 4.0])
     valid = rows([1, 1], [0, 1], [1, 1], [1, 0], [0, 1], [1, 1]).bool()
-    got = combine.unit_range(value, valid, torch.tensor([0, 0, 0, 0, 0, 1]))
+    got = pairing.unit_range(value, valid, torch.tensor([0, 0, 0, 0, 0, 1]))
     wanted = rows([0.0, 0.5], [NAN, 0.5], [0.5, 0.5], [1.0, NAN], [NAN, 0.5], [0.5, 0.5])
     assert_close(got, wanted, equal_nan=True)
 
 
 def test_gap_weights_by_hand():
     """2^1 - 2^0 = 1; the same gap of 1/2 is worth more at the top; invalid has no weight."""
-    got = combine.gap_weights(rows(1.0, 0.5, 1.0, NAN), rows(0.0, 0.0, 0.5, 0.0))
+    got = pairing.gap_weights(rows(1.0, 0.5, 1.0, NAN), rows(0.0, 0.0, 0.5, 0.0))
     assert_close(got, rows(1.0, 2**0.5 - 1, 2 - 2**0.5, NAN), equal_nan=True)
 
 
@@ -162,4 +163,4 @@ def test_their_update_is_the_gradient_of_the_dual():
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="base must be above 1"):
-        combine.gap_weights(torch.ones(1), torch.ones(1), base=1.0)
+        pairing.gap_weights(torch.ones(1), torch.ones(1), base=1.0)

@@ -71,42 +71,6 @@ def pareto_mask(
     return keep
 
 
-# Gaps ---------------------------------------------------------------------------------------------
-
-
-def unit_range(
-    value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], group: Int[Tensor, "n"]
-) -> Float[Tensor, "n R"]:
-    """Scale each dimension to [0, 1] within each group, from its lowest to its highest reward.
-
-    Dimensions that are constant in a group become 0.5. Invalid rewards are ignored and give NaN.
-    """
-    out = torch.full_like(value, math.nan)
-    for prompt in group.unique():
-        rows = group == prompt
-        mine, known = value[rows], valid[rows]
-        low = mine.masked_fill(~known, math.inf).amin(0)
-        spread = mine.masked_fill(~known, -math.inf).amax(0) - low
-        unit = torch.where(spread > 0, (mine - low) / spread, 0.5)
-        out[rows] = unit.masked_fill(~known, math.nan)
-    return out
-
-
-def gap_weights(
-    winner: Float[Tensor, "n"], loser: Float[Tensor, "n"], base: float = 2.0
-) -> Float[Tensor, "n"]:
-    """Return base^winner - base^loser, the loss weight of a pair, at most base - 1 for [0, 1].
-
-    The same gap weighs more between high rewards. The weight is negative if the rewards contradict
-    the label, and NaN if a reward is NaN.
-
-    Source: GAPO, arXiv:2504.10044, with base 2.
-    """
-    if base <= 1:
-        raise ValueError(f"base must be above 1, or gaps have no weight, got {base}")
-    return base**winner - base**loser
-
-
 # Lagrangian thresholds ----------------------------------------------------------------------------
 
 
