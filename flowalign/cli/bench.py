@@ -27,7 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
     run_file, _ = load(*read_settings(args))
     result = measure(run_file, args.repeats)
-    table(f"one step of {' '.join(args.config)}", {k: f"{v:.4g}" for k, v in result.items()})
+    rows = {name: f"{value:.4g}" for name, value in result.items()}
+    if "share_of_peak" not in result:
+        rows["share_of_peak"] = "unknown: no peak rate is known of this device or network"
+    table(f"one step of {' '.join(args.config)}", rows)
     print(json.dumps(result))  # noqa: T201
     if args.out:
         with atomic_write(Path(args.out)) as partial:

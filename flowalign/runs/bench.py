@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flowalign.runs.capacity import MEASURED, backward_passes
+from flowalign.runs.capacity import MEASURED, backward_passes, recognise_gpu
 from flowalign.runs.config import Run
 from flowalign.runs.planning import plan_step
 from flowalign.runs.session import Session, start
@@ -103,8 +103,10 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     and update (everything else except the checks of the first steps). `cpu_seconds` count this
     process only; compare them on a machine that others use. With a GPU, `gib/` are the peak GiB of
     each stage. `check/` are measurements of the first step, such as the deviation of the ratio from
-    1. `seconds_per/` are the costs of one unit of work for `flowalign check --costs`: an evaluation
-    while sampling, one in the update without backward pass, a decode, and a reward call.
+    1. `share_of_peak` is the rate of the step's network evaluations relative to the GPU's peak rate
+    in bf16, if it is known. `seconds_per/` are the costs of one unit of work for `flowalign check
+    --costs`: an evaluation while sampling, one in the update without backward pass, a decode, and a
+    reward call.
 
     Raises:
         ValueError: The run cannot be started.
@@ -112,7 +114,12 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     model, step = plan_step(run)
     with start_temporarily(run) as session:
         result = _measure_steps(session, repeats)
-    return result | unit_seconds(result, step.work, backward_passes(model, run.speed.kept_blocks))
+    passes = backward_passes(model, run.speed.kept_blocks)
+    if (gpu := recognise_gpu(run.device)) and (each := model.evaluation_flops()):
+        rollout = step.work.count("sampling") + step.work.count("completing")
+        rate = (rollout + step.work.of_update(passes)) * each / result["seconds/step"]
+        result["share_of_peak"] = rate / gpu.flops
+    return result | unit_seconds(result, step.work, passes)
 
 
 def unit_seconds(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+import torch
+
 from flowalign.runs.config import Run
-from flowalign.runs.planning import Gpu, parts_of, plan_step
+from flowalign.runs.planning import GPUS, Gpu, parts_of, plan_step
 from flowalign.runs.run_memory import peak, size
 from flowalign.training.recipe import RecipePlan, StepWork
 from flowalign.types import ModelPlan
@@ -46,10 +48,21 @@ def backward_passes(model: ModelPlan, kept: float | None = 0.0) -> int | float:
     return 2 + (model.trainable == model.parameters) + recomputed
 
 
+CALL_SECONDS, DECODER_SHARE = 0.1, 0.2
+"""Seconds of each pass of a network call beyond its operations, mainly for kernel launches, and the
+rate of decoders relative to large calls. Both fit the steps in assets/bench/gpu_h100.json."""
+
+
 def unit_costs(
-    model: ModelPlan, gpu: Gpu, utilization: float, reward: float | None = None
+    model: ModelPlan,
+    gpu: Gpu,
+    utilization: float,
+    rows: tuple[int, int],
+    reward: float | None = None,
 ) -> UnitCosts:
     """Return the costs from counted operations at a share `utilization` of the peak rate.
+
+    `rows` are the rows of a network call in rollouts and in updates, which share its fixed cost.
 
     Raises:
         ValueError: The operations of the model are unknown.
@@ -57,8 +70,9 @@ def unit_costs(
     rate = gpu.flops * utilization
     if not (evaluation := model.evaluation_flops()):
         raise ValueError("the operations of this policy are unknown: give measured --costs FILE")
-    one = evaluation / rate
-    return UnitCosts(evaluation=one, update=one, decode=model.decode_flops() / rate, reward=reward)
+    sampling, update = (evaluation / rate + CALL_SECONDS / num for num in rows)
+    decode = model.decode_flops() / (rate * DECODER_SHARE)
+    return UnitCosts(evaluation=sampling, update=update, decode=decode, reward=reward)
 
 
 def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int | float) -> dict[str, float]:
@@ -72,6 +86,16 @@ def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int | float) -> dict[s
         "rewards": work.reward_calls * (costs.reward or 0.0) * score,
         "update": work.of_update(passes) * costs.update,
     }
+
+
+def recognise_gpu(device: str) -> Gpu | None:
+    """Return the type of the GPU for this `device` setting; None for a CPU or an unknown type."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0).lower().replace(" ", "")
+    types = [key for key in GPUS if key.partition("-")[0] in name]
+    best = max(types, key=lambda key: ("pcie" in key) == ("pcie" in name), default=None)
+    return GPUS[best] if best else None
 
 
 def exchange_seconds(num_bytes: float, gpu: Gpu, world: int) -> float:
@@ -103,8 +127,8 @@ def imbalance(items: int, world: int) -> float:
 
 
 UTILIZATION = 0.4
-"""Default share of the peak rate. Source: 38 to 43 % when training Llama 3 in bf16 on up to 16,384
-H100 (arXiv:2407.21783, table 4). Small batches and images reach less."""
+"""Default share of the peak rate that large network calls reach. Source: 38 to 43 % when training
+Llama 3 in bf16 on up to 16,384 H100 (arXiv:2407.21783, table 4)."""
 MEASURED = "seconds_per/"
 """Prefix of unit costs in the results of `flowalign bench`."""
 
@@ -120,7 +144,7 @@ class Cluster:
     gpu: Gpu | None = None
     """Type of the GPUs; None with measured costs: communication and memory are not compared."""
     utilization: float = UTILIZATION
-    """Share of the peak rate that computation reaches."""
+    """Share of the peak rate that large network calls reach."""
     measured: UnitCosts | None = None
     """Measured costs, which replace counted operations."""
     reward: float | None = None
@@ -159,11 +183,14 @@ def read_costs(path: str) -> UnitCosts:
     return UnitCosts(**found)
 
 
-def find_costs(model: ModelPlan, cluster: Cluster) -> UnitCosts:
+def find_costs(run: Run, model: ModelPlan, cluster: Cluster) -> UnitCosts:
     """Return measured costs if there are any, or else costs from counted operations."""
     if (costs := cluster.measured) is None:
         assert cluster.gpu is not None, "the command line requires a GPU or costs"
-        return unit_costs(model, cluster.gpu, cluster.utilization, cluster.reward)
+        each, update = run.policy.evaluations_per_velocity, run.recipe.micro_batch
+        _, sampling = run.recipe.sampler or (0, update)
+        rows = each * sampling, each * update
+        return unit_costs(model, cluster.gpu, cluster.utilization, rows, cluster.reward)
     reward = costs.reward if cluster.reward is None else cluster.reward
     return UnitCosts(**{**vars(costs), "reward": reward})
 
@@ -222,7 +249,7 @@ class CapacityPlan:
 def plan_capacity(run: Run, cluster: Cluster) -> CapacityPlan:
     """Return the prediction for a run; raise ValueError if it does not fit the number of GPUs."""
     model, step = plan_step(run, cluster.count)
-    costs = find_costs(model, cluster)
+    costs = find_costs(run, model, cluster)
     found = predict(run, model, step, costs, cluster)
     return CapacityPlan(model=model, step=step, costs=costs, cluster=cluster, capacity=found)
 

@@ -2,13 +2,17 @@
 
 import argparse
 import json
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
+import torch
 
 from flowalign.cli.check import _read_cluster
 from flowalign.runs.bench import unit_seconds
 from flowalign.runs.capacity import (
+    UTILIZATION,
     Cluster,
     UnitCosts,
     backward_passes,
@@ -19,6 +23,7 @@ from flowalign.runs.capacity import (
     imbalance,
     plan_capacity,
     read_costs,
+    recognise_gpu,
     unit_costs,
 )
 from flowalign.runs.config import load
@@ -74,11 +79,64 @@ def test_a_backward_pass_costs_more_for_all_weights_and_for_recomputation():
     ]
 
 
-def test_costs_from_operations_follow_the_utilization():
-    found = unit_costs(model(flops=200), TINY, utilization=0.5, reward=0.1)
-    assert found == UnitCosts(evaluation=4.0, update=4.0, decode=8.0, reward=0.1)
+def test_costs_from_operations_follow_the_utilization_and_the_rows_of_a_call():
+    found = unit_costs(model(flops=200), TINY, utilization=0.5, rows=(1, 4), reward=0.1)
+    assert found == UnitCosts(evaluation=4.1, update=4.025, decode=40.0, reward=0.1)
     with pytest.raises(ValueError, match="operations of this policy are unknown"):
-        unit_costs(model(), TINY, utilization=0.5)
+        unit_costs(model(), TINY, utilization=0.5, rows=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("part", "tflops", "decode", "rows", "work", "passes", "error"),
+    [
+        ("flow_grpo", 2.25, 2.51, 8, {"sampling": 48, "training": 40, "reference": 40}, 3, 0.1),
+        (
+            "nft",
+            2.25,
+            2.51,
+            8,
+            {"sampling": 48, "training": 40, "old": 40, "reference": 40},
+            3,
+            0.1,
+        ),
+        (
+            *("wan, 480 x 832, 81 frames, 2 clips", 283, 220, 2),
+            *({"sampling": 8, "training": 6, "reference": 6}, 3, 0.2),
+        ),
+    ],
+)
+def test_predicted_steps_are_near_the_recorded_ones(
+    part, tflops, decode, rows, work, passes, error
+):
+    recorded = json.loads(Path("assets/bench/gpu_h100.json").read_text())["parts"][part]
+    seconds = recorded["figures"]["a step"]
+    plan = replace(
+        model(), evaluation_flops=lambda: tflops * 1e12, decode_flops=lambda: decode * 1e12
+    )
+    costs = unit_costs(plan, GPUS["h100-80gb"], UTILIZATION, (rows, rows))
+    samples = round(seconds["seconds/decode"] / seconds["seconds_per/decode"])
+    found = gpu_seconds(StepWork(evaluations=work, decodes=samples), costs, passes)
+    measured = seconds["seconds/step"] - seconds["seconds/reward"]
+    assert sum(found.values()) == pytest.approx(measured, rel=error)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_types_of_gpus_are_recognised_by_their_names(monkeypatch, name, gpu):
+    assert recognise_gpu("cpu") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    found = recognise_gpu("auto")
+    assert found == (GPUS[gpu] if gpu else None)
 
 
 def test_rings_between_machines_use_the_links_of_all_gpus_of_a_machine():
