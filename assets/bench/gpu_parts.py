@@ -31,6 +31,7 @@ from flowalign.utils.adapters import adapters_off
 from pipelines.network.lora_layers import restore_adapters
 from pipelines.network.speed import (
     check_attention,
+    fastest_attention,
     recompute_blocks,
     set_attention,
     speed_up,
@@ -103,6 +104,10 @@ def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
         set_attention(name, policy.denoiser)
         return _off(exact, policy, given) | evaluation_seconds(policy, *given)
 
+    tokens = policy.num_tokens(policy.latent_shape, policy.denoiser.config)
+    shape, dtype = (len(given[0]), tokens), policy.network.dtype
+    device = torch.device(size.device)
+    yield "auto", {"chosen": fastest_attention(policy.denoiser, shape, dtype, device)}
     for name in usable_attention():
         yield name, attempt(partial(timed, name))
 

@@ -10,6 +10,7 @@ from flowalign.data.tensor_store import StoredPrompts
 from flowalign.distributed.context_parallel import check_degree, list_divisors
 from flowalign.distributed.processes import Processes, take_turns
 from flowalign.types import Policy, Request, Setup, Sharding
+from flowalign.utils.console import get_log
 from flowalign.utils.costs import Costs
 
 
@@ -91,5 +92,9 @@ def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Proce
 
 
 def _load(policy: Policy, processes: Processes, costs: Costs) -> None:
+    automatic = policy.network is not None and policy.network.setup.speed.attention == "auto"
     policy.load(processes.device)
+    if automatic and policy.network:
+        why = "the fastest measured" if processes.device.type == "cuda" else "not measured on a CPU"
+        get_log()(f"speed.attention auto: {policy.network.setup.speed.attention}, {why}")
     costs.count(policy.denoiser)

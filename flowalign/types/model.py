@@ -29,6 +29,7 @@ class Quantization:
 
 
 Attention = Literal[
+    "auto",
     "native",
     "_native_math",
     "_native_efficient",
@@ -43,7 +44,7 @@ Attention = Literal[
     "sage_hub",
     "xformers",
 ]
-"""Attention backends, with the names that diffusers gives them."""
+"""Attention backends, with the names that diffusers gives them, or the choice by measurement."""
 
 Reduced = Literal["bf16"]
 """Rollout precisions lower than the precision of updates."""
@@ -55,7 +56,8 @@ class Speed:
 
     attention: Attention = "native"
     """Attention backend of diffusers. It must be installed and have a backward pass. `native` is
-    torch's default. Other backends round differently; each run checks its first ratio."""
+    torch's default. Other backends round differently; each run checks its first ratio. auto: the
+    fastest at the shape of the run, measured at the start and remembered for the card."""
     compile: bool = False
     """Whether to compile the blocks with torch.compile, for all batch shapes at once. It takes a
     minute or more at the start."""

@@ -200,9 +200,10 @@ class TrainedNetwork(ABC):
     """Settings of weight storage and speed; `load` applies them and `plan` accounts for them."""
     gradient_checkpointing: bool = False
     """Whether the backward pass recomputes activations of the trained networks."""
+    rows: int = 1
+    """Number of rows of a network call of the update."""
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, to be sharded from there."""
-
     frozen_copy: Callable[[], nn.Module] | None = None
     """Function that makes a frozen, equally sharded copy of the current denoiser when all of it is
     trained and sharded; all processes must call it. None: weights are not sharded."""

@@ -183,6 +183,7 @@ class Denoisers:
     """Whether `load` evaluates the network, so that encoders and complete weights must be loaded.
     """
     setup: Setup = field(default_factory=Setup)
+    rows: int = 1
     loads_to_cpu: bool = False
     pipe: Any = None
     """Loaded pipeline."""

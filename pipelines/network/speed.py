@@ -1,16 +1,21 @@
 """Selects attention backends, and compiles or recomputes blocks of diffusers networks."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowalign.types import Reduced, Speed
+from flowalign.utils.files import read_json, write_text
 from pipelines.parts.libraries import attention_dispatch
 
 _WITHOUT_BACKWARD = "sage", "sage_hub"
@@ -24,6 +29,15 @@ _BOOLEAN_MASKS = (
     "ZImageTransformer2DModel",
 )
 """Networks with boolean masks, which diffusers 0.42.1 adds as 0 and 1 with the backend xformers."""
+_MASKED = (
+    *_BOOLEAN_MASKS,
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "LTX2VideoTransformer3DModel",
+)
+"""Networks with masks, which flash attention and xformers refuse or misread."""
+_REPEATS, _SECONDS = 3, 3.0
+"""Timed passes of each attention backend, and seconds after which no further one is measured."""
 MOST_GRAPHS = 64
 """Number of graphs of one class of blocks after which torch stops the run (torch's default: 8)."""
 
@@ -60,7 +74,7 @@ def check_attention(name: str, build: Callable[[], nn.Module]) -> None:
     asked = f"speed.attention is {name!r}, but"
     if name in _WITHOUT_BACKWARD:
         raise ValueError(f"{asked} it has no backward pass; allowed here: {_usable()}")
-    if why := _missing(name):
+    if name != "auto" and (why := _missing(name)):
         raise ValueError(f"{asked} {why}\nallowed here: {_usable()}")
     network = build()
     kind = type(network).__name__
@@ -79,6 +93,54 @@ def set_attention(name: str, network: nn.Module) -> None:
     attention_dispatch._maybe_download_kernel_for_backend(backend)
     for processor in _processors(network):
         processor._attention_backend = backend
+
+
+def fastest_attention(
+    network: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return the backend with the fastest forward and backward pass, native without a GPU.
+
+    `shape` is the number of rows and of tokens. The choice is stored in the user's cache folder,
+    for each card, version of torch, and shape.
+    """
+    if device.type != "cuda":
+        return "native"
+    modules: Iterator[Any] = network.modules()
+    layer = next(one for one in modules if hasattr(one, "to_q") and hasattr(one, "heads"))
+    masked = type(network).__name__ in _MASKED
+    size = *shape, int(layer.heads), layer.to_q.out_features // int(layer.heads)
+    card, place = torch.cuda.get_device_name(device), f"{size} {dtype} masked={masked}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    file, key = root / "flowalign/attention.json", f"{card}, torch {torch.__version__}, {place}"
+    known = read_json(file) if file.exists() else {}
+    if known.get(key) not in (usable := [*usable_attention()]):
+        heads = [torch.randn(size, dtype=dtype, device=device) for _ in range(3)]
+        names = [one for one in usable if not (masked and ("flash" in one or one == "xformers"))]
+        seconds = _time_backends(names, [one.requires_grad_() for one in heads])
+        known[key] = min(seconds, key=lambda name: seconds[name])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(known, indent=1))
+    return known[key]
+
+
+def _time_backends(names: Sequence[str], heads: Sequence[Tensor]) -> dict[str, float]:
+    """Return the seconds of a forward and backward pass by backend, without those that fail."""
+    seconds, begin, (q, k, v) = dict[str, float](), time.perf_counter(), heads
+    for name in names:
+        backend, times = attention_dispatch.AttentionBackendName(name), list[float]()
+        while len(times) <= _REPEATS and time.perf_counter() - begin < _SECONDS:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            try:
+                out = attention_dispatch.dispatch_attention_fn(q, k, v, backend=backend)
+                torch.autograd.grad(out.sum(), heads)
+            except (RuntimeError, ValueError):  # no kernel for this card, dtype or head size
+                break
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        if len(times) > 1:  # the first pass compiles or loads kernels
+            seconds[name] = min(times[1:])
+    return seconds or {"native": 0.0}
 
 
 def blocks_of(network: Any) -> list[nn.Module]:
@@ -131,7 +193,7 @@ def compile_blocks(network: Any, inside_hooks: bool = False) -> None:
 
 def speed_up(network: Any, speed: Speed, sharded: bool = False) -> None:
     """Apply the settings to a loaded network, before it is sharded."""
-    if speed.attention != "native":
+    if speed.attention not in ("auto", "native"):
         set_attention(speed.attention, network)
     if speed.compile:
         compile_blocks(network, inside_hooks=sharded)

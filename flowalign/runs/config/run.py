@@ -119,6 +119,8 @@ class Run:
             object.__setattr__(self, "policy", self.policy.without_guidance())
         if self.policy.network:
             self.policy.network.setup = self.setup
+            self.policy.network.rows = self.recipe.micro_batch
+            self.policy.network.rows *= self.policy.evaluations_per_velocity
         if self.device == "cpu" and self.policy.precision == "fp16":
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:

@@ -1,5 +1,6 @@
 """Attention backends and compiled blocks: errors, and unchanged results."""
 
+import math
 from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,18 @@ from diffusers.models import attention_dispatch
 
 from flowalign import runs
 from flowalign.runs.config import load
+from flowalign.runs.policy_setup import load_policy
 from flowalign.types import Request, Setup, Speed
 from flowalign.utils.adapters import adapters_off
+from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from pipelines.network import denoisers
+from pipelines.network import speed as speed_module
 from pipelines.network.lora_layers import skip_input_casts
 from pipelines.network.speed import (
     blocks_of,
     check_attention,
+    fastest_attention,
     recompute_blocks,
     set_attention,
     speed_up,
@@ -31,6 +36,7 @@ from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_families import TINY
 from tests.fixtures.tiny_flux import build_flux, new_flux1
+from tests.fixtures.training import ALONE
 
 REFUSED = ("cogvideox", "hunyuan15", "krea2", "qwen", "sana", "sd", "z_image")
 """Beginnings of the names of families that cannot use xformers in diffusers 0.42.1."""
@@ -106,6 +112,70 @@ def test_another_backend_computes_the_same_in_every_layer_and_in_no_other_model(
         for module in other.denoiser.modules()
         if hasattr(module, "processor")
     )
+
+
+@pytest.mark.parametrize("kind", ["SD3", "flux"])
+def test_auto_is_native_on_a_cpu_and_says_so(folder, kind, capsys):
+    if kind == "SD3":
+        with pytest.raises(ConfigError, match=r"'auto', but diffusers' SD3.*\n?.*here: native"):
+            load("configs/shapes.yaml", ["speed.attention=auto"])
+        return
+    policy = new_flux1(folder)
+    policy.network.setup = Setup(speed=Speed(attention="auto"))
+    policy.check_setup(policy.network.setup)
+    load_policy(policy, policy.network.setup, ALONE, Costs())
+    assert policy.network.setup.speed.attention == "native"
+    assert "speed.attention auto: native" in capsys.readouterr().err
+    assert torch.equal(velocity(policy), velocity(new_flux1(folder)))
+
+
+def measured(kinds: dict[str, float], monkeypatch, tmp_path):
+    """Backends that take so many seconds, in place of those of a card; calls by backend."""
+    calls = []
+
+    def attend(query, key, value, backend):
+        calls.append((backend.value, *query.shape))
+        if (seconds := kinds[backend.value]) == math.inf:
+            raise RuntimeError("no kernel for this head size")
+        clock[0] += seconds
+        return query + key + value
+
+    clock = [0.0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(speed_module, "usable_attention", lambda: iter(kinds))
+    monkeypatch.setattr(speed_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(attention_dispatch, "dispatch_attention_fn", attend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    monkeypatch.setattr(torch, "randn", lambda size, **_: torch.zeros(size))
+    return calls
+
+
+def test_the_fastest_backend_is_measured_once_per_shape(folder, monkeypatch, tmp_path):
+    network, cuda = new_flux1(folder).denoiser, torch.device("cuda")
+    kinds = {"native": 0.3, "_native_cudnn": 0.1, "_native_math": math.inf, "flex": 5.0}
+    calls = measured(kinds, monkeypatch, tmp_path)
+    found = fastest_attention(network, (2, 12), torch.bfloat16, cuda)
+    assert found == "_native_cudnn"
+    heads, width = network.config.num_attention_heads, network.config.attention_head_dim
+    assert {call[1:] for call in calls} == {(2, 12, heads, width)}
+    assert [one for one, *_ in calls].count("flex") == 1  # after three seconds none is timed
+    calls.clear()
+    assert fastest_attention(network, (2, 12), torch.bfloat16, cuda) == "_native_cudnn"
+    assert not calls
+    del kinds["_native_cudnn"]  # its package was removed
+    assert fastest_attention(network, (2, 12), torch.bfloat16, cuda) == "native"
+    calls.clear()
+    fastest_attention(network, (4, 12), torch.bfloat16, cuda)
+    assert {call[1] for call in calls} == {4}
+
+
+def test_networks_with_masks_measure_no_flash_attention(folder, monkeypatch, tmp_path):
+    network = new_flux1(folder).denoiser
+    network.__class__ = type("LTXVideoTransformer3DModel", (type(network),), {})
+    calls = measured({"native": 0.2, "flash": 0.1, "xformers": 0.1}, monkeypatch, tmp_path)
+    assert fastest_attention(network, (1, 6), torch.bfloat16, torch.device("cuda")) == "native"
+    assert {one for one, *_ in calls} == {"native"}
 
 
 def xformers_kernel(query, key, value, attn_bias=None, p=0.0, scale=None):
