@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flowalign.distributed.processes import Processes
     from flowalign.rewards.composite import Rewards
     from flowalign.runs.config import Run
+    from flowalign.studies.benchmark.benchmark_job import BenchmarkRun
 
 HELP = "Evaluate a run file's model, or a checkpoint of it, on its prompts or on a benchmark."
 _BENCHMARK = ("data", "out", "shard", "rewards", "scores", "num_steps", "count", "limit", "seed")
@@ -65,13 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
-    from flowalign.cli.benchmark import run_benchmark
     from flowalign.runs.config import load
     from flowalign.training.divergence import list_encoders, measure_distance
     from flowalign.training.held_out_evaluation import evaluate
 
     if args.benchmark:
-        return run_benchmark(args)
+        return _run_benchmark(args)
     _check_options(args)
     weights = args.weights[0] if args.weights else None
     run_file, _ = load(*read_settings(args))
@@ -159,3 +159,71 @@ def _load_models(run_file: "Run") -> "tuple[Rewards, Processes]":
     run_file.load_rewards(rewards)
     run_file.load_policy(processes)
     return rewards, processes
+
+
+@convert_value_errors()
+def _run_benchmark(args: argparse.Namespace) -> int:
+    """Make and score the images of this shard; without a shard, also write the results."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from flowalign.studies.benchmark.benchmark_job import write_report
+    from flowalign.utils.console import say
+
+    if args.processes > 1:
+        return _run_shards(args)
+    run = _open_benchmark(args)
+    made, out = run.job.run(), run.job.sampler.out
+    if args.shard:
+        i, n = args.shard
+        say(
+            f"shard {i}/{n}: {made} new images in {out}; after all shards, repeat the command "
+            "without --shard"
+        )
+        return 0
+    if run.job.rewards is None and run.scores is None:
+        say(
+            f"{made} new images in {_name_folders(run)}. Score them with: {run.card.scorer}\n"
+            "Then repeat the command with --scores FILE"
+        )
+        return 0
+    Console().print(Markdown(write_report(run)))
+    say(f"results.json, results.md, results.tex and results.html: {out}")
+    return 0
+
+
+def _open_benchmark(args: argparse.Namespace) -> "BenchmarkRun":
+    from flowalign.studies.benchmark.open_benchmark import BenchmarkOptions, open_benchmark
+
+    given = {name: getattr(args, name) for name in ("benchmark", "weights", *_BENCHMARK)}
+    return open_benchmark(BenchmarkOptions(**given), *read_settings(args))
+
+
+def _name_folders(run: "BenchmarkRun") -> str:
+    """Return the folders that the official tool reads, with the names that it expects."""
+    from flowalign.studies.benchmark.external import link_clips
+
+    job = run.job
+    if run.card.output != "vbench":
+        return f"{job.sampler.out}/<model>/media"
+    places = [place for block in job.blocks for place in block]
+    folders = [link_clips(job.folder(m), places, job.sampler.requests) for m in job.models]
+    return ", ".join(str(folder) for folder in folders)
+
+
+def _run_shards(args: argparse.Namespace) -> int:
+    """Run this command once per shard, in parallel, and then once to merge."""
+    from flowalign.distributed.processes import check_fits
+    from flowalign.training.learner import TrainingFailure
+    from flowalign.utils.console import say
+    from flowalign.utils.subprocesses import run_all, shard_jobs
+
+    if args.shard:
+        raise ValueError("--shard and --processes exclude each other: give one of them")
+    run, count = _open_benchmark(args), args.processes
+    check_fits(count, run.job.sampler.run.device)
+    jobs = shard_jobs(args.words, count, run.job.sampler.out / "logs")
+    if failed := run_all(jobs, count, say):
+        raise TrainingFailure(f"{len(failed)} of {count} shards failed, see {failed[0].log}")
+    args.processes = 1
+    return _run_benchmark(args)
