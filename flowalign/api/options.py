@@ -1,6 +1,5 @@
 """Define the keyword arguments of `align` and `Trainer`."""
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from flowalign.runs.session import Callback
 from flowalign.training.recipe import Recipe
-from flowalign.utils.errors import RunFailure
+from flowalign.utils.errors import RunFailure, suggest_name
 
 Prompts = str | Sequence[str] | Sequence[Mapping[str, Any]] | Any
 """Prompts: a file, a list of texts, a list of rows with a column `prompt`, or a dataset of rows."""
@@ -86,9 +85,7 @@ class Options(TypedDict, total=False):
 def check_names(options: Mapping[str, Any]) -> None:
     """Raise TypeError for an unknown keyword argument, and name a similar one."""
     for name in options.keys() - Options.__annotations__.keys():
-        near = difflib.get_close_matches(name, Options.__annotations__, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise TypeError(f"unknown argument {name!r}{meant}")
+        raise TypeError(f"unknown argument {name!r}; {suggest_name(name, Options.__annotations__)}")
 
 
 _IN_PYTHON = (

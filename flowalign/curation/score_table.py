@@ -1,6 +1,5 @@
 """Read a table of scores, and choose the pairs among the samples of one prompt."""
 
-import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from flowalign.data.readers.find_files import FORMATS
 from flowalign.data.readers.formats import Row
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional import pairing
+from flowalign.utils.errors import suggest_name
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _MAP = "map/"
@@ -128,10 +128,8 @@ def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[st
         raise ValueError(f"{path} has no {lacks}: is it a table of `flowalign score`?")
     for name in requested:
         if name not in (*known, *labels):
-            near = difflib.get_close_matches(name, [*known, *labels], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            there = ", ".join([*known, *labels])
-            raise ValueError(f"{path} has no dimension {name!r}{hint}\nthere are {there}"[:400])
+            hint = suggest_name(name, [*known, *labels])
+            raise ValueError(f"{path} has no dimension {name!r}; {hint}"[:400])
     return requested or known
 
 

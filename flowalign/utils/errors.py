@@ -1,8 +1,9 @@
 """Define errors that a command reports in a few lines."""
 
+import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def convert_value_errors(prefix: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the most similar known name, or else all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
 
 
 def describe_error(error: BaseException, own: str | None = None) -> str:

@@ -1,6 +1,5 @@
 """Convert the records of any preference dataset to training pairs or samples."""
 
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -28,6 +27,7 @@ from flowalign.data.readers.training_rows import (
 )
 from flowalign.data.tensor_store import is_latent
 from flowalign.types import InputSpec
+from flowalign.utils.errors import suggest_name
 
 ByDimension = Mapping[str, Sequence[float]]
 """One number per image or video of a record, by dimension; higher is better."""
@@ -292,7 +292,5 @@ def _describe_problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) ->
 def _check_dimensions(dataset: Dataset, requested: Sequence[str], known: Set[str]) -> None:
     for name in requested:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{dataset.name} has no dimension {name!r}{hint}\nthere are {there}")
+            hint = suggest_name(name, sorted(known))
+            raise ValueError(f"{dataset.name} has no dimension {name!r}; {hint}")

@@ -1,6 +1,5 @@
 """Open the rows of a dataset: files, a dataset of the Hub, or Python objects."""
 
-import difflib
 import hashlib
 import itertools
 import os
@@ -25,6 +24,7 @@ from flowalign.data.readers.find_files import (
 )
 from flowalign.data.readers.formats import ROWS_AT_ONCE, Row, number_rows
 from flowalign.data.readers.training_rows import NAMES
+from flowalign.utils.errors import suggest_name
 from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import find_object
 
@@ -89,8 +89,7 @@ def open_rows(source: Source, columns: Columns | None = None, names: Set[str] = 
     """
     for name in columns or ():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names))}"
+            hint = suggest_name(name, sorted(names))
             raise ValueError(f"columns: flowalign reads no column {name!r}; {hint}")
     if isinstance(source, str) and (known := find_object(source)) is not None:
         source = known
