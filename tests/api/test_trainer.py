@@ -240,7 +240,7 @@ def test_a_reward_that_cannot_be_called_is_refused():
 
 
 def test_an_unknown_argument_names_a_similar_one(tmp_path):
-    with pytest.raises(TypeError, match="did you mean learning_rate"):
+    with pytest.raises(TypeError, match="did you mean 'learning_rate'"):
         flowalign.Trainer(None, redness, PROMPTS, learing_rate=1.0)
 
 

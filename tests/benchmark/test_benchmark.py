@@ -93,7 +93,7 @@ def test_four_shards_and_a_resumed_run_write_what_one_run_writes(folder):
     assert not Path("parts/results.json").exists()
     evaluate(*options, "--out", "parts")
     whole = fingerprint("whole")
-    assert len(whole) == 2 * (20 + 7) + 5
+    assert len(whole) == 2 * (20 + 7) + 4
     assert fingerprint("parts") == whole
     Path("parts/base/items/00002.json").unlink()
     Path("parts/base/media/000001-02.png").unlink()
