@@ -28,6 +28,7 @@ from flowalign.runs import Run, load
 from flowalign.runs.bench import measure, start_temporarily
 from flowalign.types import Speed
 from flowalign.utils.adapters import adapters_off
+from pipelines.network.cuda_graphs import GraphedForward
 from pipelines.network.lora_layers import restore_adapters
 from pipelines.network.speed import (
     check_attention,
@@ -230,6 +231,53 @@ def wan(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
     yield "a step", attempt(lambda: measured(clips(size, folder)))
 
 
+def _long_clip(size: Size, folder: Path, *changes: str) -> Figures:
+    """Measure a step of two clips of Wan 2.1 1.3B in two denoising steps, one of them trained."""
+    few = replace(size, video=size.long_video, clips=2, num_steps=2)
+    return measured(clips(few, folder, *changes))
+
+
+def long_before(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step at Wan's full size with torch's attention, peft's LoRA, recomputing all."""
+    earlier = "speed.attention=native", "speed.kept_blocks=0"
+    with patch("pipelines.network.denoisers.speed_up_adapters"):
+        yield "a step", attempt(lambda: _long_clip(size, folder, *earlier))
+
+
+def long_after(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step at Wan's full size with the fastest attention and the default settings."""
+    yield "a step", attempt(lambda: _long_clip(size, folder, "speed.attention=auto"))
+
+
+def retain(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step of Flow-GRPO at SD3.5-M's size, with and without the rollout's graphs."""
+    few = [f"recipe.sampling.samples_per_prompt={size.group}"]
+    for keep in ("false", "true"):
+        changes = [*few, "speed.kept_blocks=0", f"recipe.keep_graphs={keep}"]
+        run = pictures(size, folder, [], None, changes)
+        yield f"keep_graphs {keep}", attempt(partial(measured, run))
+
+
+def graphs(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time an evaluation of SD3.5-M's network by rows, started by Python and as a CUDA graph."""
+    policy, _ = network(pictures(size, folder, [], None, []), size)
+    replayed = GraphedForward(policy.denoiser)
+
+    def timed(forward: Any, given: tuple[Tensor, Tensor, Any]) -> Figures:
+        policy.denoiser.forward = forward
+        _velocity(policy, *given)
+        times = [_seconds(size.device, lambda: _velocity(policy, *given)) for _ in range(REPEATS)]
+        return {"seconds/forward": median(times)}
+
+    for rows in (1, 4, 8):
+        given = inputs(policy, size, rows)
+        before = timed(replayed.forward, given)
+        exact = _velocity(policy, *given)
+        yield f"eager, {rows} rows", before
+        found = attempt(lambda: timed(replayed, given) | _off(exact, policy, given))  # noqa: B023
+        yield f"graph, {rows} rows", found
+
+
 PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
     "ratio": ratio,
     "flow_grpo": flow_grpo,
@@ -238,6 +286,10 @@ PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
     "kept": kept,
     "lora": lora,
     "attention": attention,
+    "retain": retain,
+    "graphs": graphs,
+    "long_before": long_before,
+    "long_after": long_after,
     "nft": nft,
     "wan": wan,
     "decoding": decoding,

@@ -34,6 +34,8 @@ class Size:
     """Number of text tokens in addition to CLIP's 77."""
     video: tuple[int, int, int] = (240, 416, 33)
     """Height, width and frames of clips. Source: Flow-GRPO's Wan 2.1 configuration."""
+    long_video: tuple[int, int, int] = (480, 832, 81)
+    """The same of the clips of the parts `long_before` and `long_after`."""
     num_steps: int = 6
     """Denoising steps of images and clips."""
     group: int = 8
@@ -64,6 +66,7 @@ SMALL = Size(
     side=64,
     tokens=8,
     video=(32, 32, 5),
+    long_video=(32, 32, 9),
     num_steps=3,
     group=4,
     comb=(2, 2),
@@ -81,6 +84,7 @@ MEDIUM = Size(
     side=128,
     tokens=16,
     video=(64, 64, 9),
+    long_video=(64, 64, 17),
     num_steps=6,
     group=8,
     clips=2,
@@ -125,7 +129,7 @@ def pictures(
     return run
 
 
-def clips(size: Size, folder: Path) -> Run:
+def clips(size: Size, folder: Path, *changes: str) -> Run:
     """Return a run of Flow-GRPO with one prompt per step at the size of Wan 2.1 1.3B, unguided."""
     height, width, frames = size.video
     run, _ = load(
@@ -137,6 +141,7 @@ def clips(size: Size, folder: Path) -> Run:
             *(f"policy.max_sequence_length={size.tokens}", f"policy.lora.rank={size.rank}"),
             *("recipe.advantages.thresholds=null", "recipe.rollout_batch_prompts=null"),
             f"recipe.sampling.samples_per_prompt={size.clips}",
+            *changes,
         ],
     )
     return run

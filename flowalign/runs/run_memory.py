@@ -18,8 +18,6 @@ _UNVERIFIED = "checkpoints.verify: never"
 _GRAPHS = "kept graphs"
 _TURNS = ("encoding", "sampling", "updating", "verifying")
 """Stages that take memory one after another."""
-
-
 _FILLS = 16 * 2.2e12
 """Operations of a call at which an H100 no longer waits for Python in the backward pass: 16 images
 of 512 pixels of SD3.5-M (docs/results/speed.md)."""
@@ -72,7 +70,7 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     trained = model.trainable * 4
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
-    recast = _savings(model, "recast weights", 1)
+    recast, one = _savings(model, "recast weights", 1), model.activation_bytes - model.input_bytes
     verifies = run.offload == "none" and run.checkpoints.verify != "never"
     verified = weights // model.networks if verifies else 0
     unverified = {_UNVERIFIED: verified}
@@ -82,10 +80,19 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
         *_weights(run, model, weights, world),
         MemoryPart("recast weights", model.recast_bytes, "updating", recast),
         *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
-        MemoryPart("copies", trained * (whole + weight_copies)),
+        MemoryPart("copies", trained * (whole + weight_copies) + _low_precision(run, model)),
+        MemoryPart("graph pool", 8 * one * run.speed.graphs),
         *_encoders(run, model),
         MemoryPart("saved weights", verified, "verifying", unverified),
     ]
+
+
+def _low_precision(run: Run, model: ModelPlan) -> int:
+    """Return the bytes of the copies of an adapter for evaluations without gradient."""
+    plain = run.setup.quantization.denoiser == "none" and run.offload == "none"
+    plain = plain and run.sharding.weights == "replicated" and not run.speed.compile
+    adapter = run.policy.network is not None and model.trainable < model.parameters
+    return 2 * model.trainable if plain and adapter and run.policy.precision != "fp32" else 0
 
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
@@ -250,8 +257,7 @@ def speed_rows(
         of_call = update(run, model, step.evaluations_per_example, keeps_graphs=True).num_bytes
         rows["evaluations of the rollout"] = (
             f"the update repeats {step.graphs}; keeping their graphs needs "
-            f"{needed(of_call, *graphs(run, model, step.graphs))} more: "
-            "recipe.keep_graphs: true"
+            f"{needed(of_call, *graphs(run, model, step.graphs))} more: recipe.keep_graphs: true"
         )
     if model.kept_bytes and kept < 1 and not step.keeps_graphs:
         whole = now.num_bytes * (1 + model.kept_bytes / model.activation_bytes)

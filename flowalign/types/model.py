@@ -61,6 +61,9 @@ class Speed:
     compile: bool = False
     """Whether to compile the blocks with torch.compile, for all batch shapes at once. It takes a
     minute or more at the start."""
+    graphs: bool = False
+    """Whether evaluations of at most 8 rows without gradient are replayed as CUDA graphs, with the
+    same bits. It is meant for trees, completions and previews; not measured on a GPU."""
     kept_blocks: UnitInterval | None = None
     """Share of the blocks that keep their activations although `gradient_checkpointing` is on. Each
     kept block saves its recomputation; gradients are the same bits. Null: the largest share that

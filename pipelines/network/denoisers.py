@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.types import Offload, Setup
+from pipelines.network.cuda_graphs import GraphedForward
 from pipelines.network.lora_layers import (
     restore_adapters,
     skip_input_casts,
@@ -59,6 +60,7 @@ def release(network: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
     restore_adapters(network)
+    vars(network).pop("forward", None)
     for module in network.modules():
         module._compiled_call_impl = None
 
@@ -250,6 +252,8 @@ class Denoisers:
             self.cast_layerwise(self.components[name])
         for name in self.trained:
             speed_up(self.components[name], self.setup.speed, sharded=self.loads_to_cpu)
+            if self.setup.speed.graphs:
+                self.components[name].forward = GraphedForward(self.components[name])
         return self.join({})
 
     def _speed_up_adapter(self, denoiser: Any) -> None:

@@ -81,6 +81,14 @@ def check_copies(network: nn.Module) -> None:
             copy.check()
 
 
+def current_copies(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the trained A and B of a layer in this dtype, B with its scale where that is exact."""
+    (first, second), scale = layer.copies, layer.scaling[TRAINED]
+    up_scale = scale if _is_exact(scale, dtype) else 1.0
+    down, up = layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight
+    return first.of(down, dtype, 1.0), second.of(up, dtype, up_scale)
+
+
 def restore_adapters(network: nn.Module) -> None:
     """Restore the forward pass of peft."""
     for layer in _plain_layers(network):
@@ -117,21 +125,24 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _low_rank(layer: Any, name: str, x: Tensor) -> Tensor:
-    """Return scale B A x.
-
-    In bfloat16 a power of two commutes with rounding, so the scale is applied to the small product
-    A x, or to the copy of B. float16 has too few exponents.
-    """
+    """Return scale B A x, with the scale applied to A x or to the copy of B where it is exact."""
     down, up, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
     dtype = torch.get_autocast_dtype(x.device.type)
-    inside = scale == 1 or (dtype == torch.bfloat16 and frexp(scale)[0] == 0.5)
+    inside = _is_exact(scale, dtype)
     # Compiled blocks fuse the casts, and dynamo cannot compare pointers of weights.
     plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if layer.copies and name == TRAINED and not plain:
-        first, second = layer.copies
-        small = linear(x, first.of(down.weight, dtype, 1.0))
-        out = linear(small, second.of(up.weight, dtype, scale if inside else 1.0))
+        first, second = current_copies(layer, dtype)
+        out = linear(linear(x, first), second)
     else:
         small = down(x)
         out = up(small if scale == 1 or not inside else small * scale)
     return out if inside else out * scale
+
+
+def _is_exact(scale: float, dtype: torch.dtype) -> bool:
+    """Return whether a scale commutes with rounding.
+
+    In bfloat16 a power of two does. float16 has too few exponents.
+    """
+    return scale == 1 or (dtype == torch.bfloat16 and frexp(scale)[0] == 0.5)

@@ -22,6 +22,7 @@ from flowalign.types import (
     TrainedNetwork,
 )
 from pipelines.network.context import divide_context
+from pipelines.network.cuda_graphs import check_graphs
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.export_formats import check_export, export
 from pipelines.network.quantization import PACKAGES
@@ -68,6 +69,8 @@ def check_setup(
     _check_exclusions(setup)
     _check_loaded(network, setup)
     _check_quantization(network, setup.quantization)
+    if setup.speed.graphs:
+        check_graphs(network.lora is not None)
     with torch.device("meta"):
         check_attention(setup.speed.attention, network.on_meta)
     _check_sharding(network, setup)
@@ -104,6 +107,7 @@ def _check_exclusions(setup: Setup) -> None:
         "quantization": f"quantization.denoiser {denoiser}" if denoiser != "none" else "",
         "sharding": f"sharding.weights {weights}" if weights != "replicated" else "",
         "compile": "speed.compile" if setup.speed.compile else "",
+        "graphs": "speed.graphs" if setup.speed.graphs else "",
         "offload": f"offload {offload}" if offload != "none" else "",
         "kept": f"speed.kept_blocks {setup.speed.kept_blocks}" if setup.speed.kept_blocks else "",
     }
@@ -121,6 +125,11 @@ _KEPT = "kept blocks would also keep their weights on the device"
 _EXCLUSIONS = {
     ("offload", "kept"): _KEPT,
     ("quantization", "kept"): _KEPT,
+    ("compile", "graphs"): "compiled blocks have graphs of their own",
+    ("graphs", "offload"): _PLACES,
+    ("graphs", "sharding"): _PLACES,
+    ("graphs", "quantization"): "layers that dequantize wait for the device",
+    ("context", "graphs"): _UNTESTED,
     ("quantization", "sharding"): "quantized weights cannot be sharded",
     ("quantization", "compile"): "layers that dequantize break the graph",
     ("context", "compile"): _UNTESTED,

@@ -9,6 +9,9 @@ from assets.bench import gpu_parts, gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import main
 from flowalign.runs.config import load
+from flowalign.training.ema import EMA
+from flowalign.training.reference import AdapterOff
+from pipelines.network.cuda_graphs import GraphedForward
 from tests.fixtures.device_runs import CREDIT_METHODS, method, shared, two_steps
 
 pytestmark = [
@@ -64,6 +67,40 @@ def test_compiled_blocks_compute_what_they_computed(tiny):
     found = dict(gpu_parts.compiling(TINY, tiny))["compiled"]
     assert "failed" not in found, found
     assert found["largest_difference"] < 0.03
+
+
+def test_graphs_have_the_bits_of_evaluations(tiny):
+    """After three updates, with an average, and with the adapter off."""
+    policy, given = gpu_sizes.network(gpu_sizes.pictures(TINY, tiny, [], None, []), TINY)
+    replayed, plain = GraphedForward(policy.denoiser), policy.denoiser.forward
+    named = [p for p in policy.denoiser.parameters() if p.requires_grad]
+    optimizer, average = torch.optim.AdamW(named, lr=0.01), EMA(named, 0.5)
+
+    @torch.no_grad()
+    def check(field):
+        found = []
+        for forward in (replayed, plain):
+            policy.denoiser.forward = forward
+            found.append(field.velocity(*given))
+        assert torch.equal(*found)
+
+    check(policy)
+    for _ in range(3):
+        policy.velocity(*given).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(1)
+        check(policy)
+    with average.applied():
+        check(policy)
+    check(AdapterOff(policy))
+    check(policy)
+    assert len(replayed.recordings) == 2
+
+
+def test_a_step_with_kept_graphs_is_measured(tiny):
+    for name, found in gpu_parts.retain(TINY, tiny):
+        assert "failed" not in found, (name, found)
 
 
 @pytest.mark.parametrize("part", ["flow_grpo", "nft", "wan", "tempflow_grpo"])

@@ -394,3 +394,15 @@ def test_a_started_run_has_the_planned_share():
     share = run_memory.find_kept_blocks(run, run.policy.plan(), parts)
     assert run.policy.network.setup.speed.kept_blocks == share
     assert run.speed.kept_blocks is None, "the run file is unchanged"
+
+
+def test_copies_in_half_precision_and_the_pool_of_graphs_are_planned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = {}
+    for change in ("speed.graphs=false", "speed.graphs=true", "speed.compile=true"):
+        run = load(["configs/models/sd35_medium.yaml"], ["trackers=[]", change])[0]
+        model = run.policy.plan()
+        parts = by_name(run_memory.network(run, model, 0))
+        found[change] = parts["copies"].num_bytes, parts["graph pool"].num_bytes
+    copies, pool = 2 * model.trainable, 8 * (model.activation_bytes - model.input_bytes)
+    assert [*found.values()] == [(copies, 0), (copies, pool), (0, 0)]
