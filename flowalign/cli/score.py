@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that exclude each other, or that this machine cannot serve."""
     from flowalign.curation.scoring.part_files import needs_pyarrow
+    from flowalign.distributed.processes import check_fits
 
     check_folder_path(Path(args.out))
     if args.summarize is not None and args.shard:
@@ -105,13 +107,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--address {args.address} needs --executor ray")
     if args.executor == "ray" and args.shard:
         raise ValueError("--shard and --executor ray exclude each other; Ray divides the blocks")
-    _check_processes(args)
-
-
-def _check_processes(args: argparse.Namespace) -> None:
-    """Raise ValueError if this machine or the cluster cannot run the processes."""
-    from flowalign.distributed.processes import check_fits
-
     if args.executor == "ray":
         from flowalign.utils.ray_cluster import prepare_ray
 
