@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowalign.functional.diffusion import norm
+from flowalign.functional.transition import flow_std
 from flowalign.types import ModelPlan, Policy, Setup
 from flowalign.utils.files import bundled
 from pipelines.codec import Codec
@@ -164,7 +164,7 @@ class DiffusersPolicy(Policy):
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         x = torch.randn(num_samples, *self.latent_shape, generator=generator, dtype=torch.float32)
-        scale = 1.0 if self.unit_noise else norm(self.schedule(1)[0])
+        scale = 1.0 if self.unit_noise else flow_std(self.schedule(1)[0])
         return scale * x.to(self.device)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:

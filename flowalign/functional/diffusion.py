@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.transition import per_row
+from flowalign.functional.transition import flow_std, per_row
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
 """Prediction of a network. epsilon: noise. v_prediction: alpha noise - s data. sample: data."""
@@ -61,15 +61,7 @@ def preserving_state(
     x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
     """Return x_vp = x (alpha + s), which has variance 1 if data and noise have variance 1."""
-    return x / per_row(norm(sigma), x)
-
-
-def norm(sigma: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Return ((1 - sigma)^2 + sigma^2)^(1/2), the std of a flow state of unit data and noise.
-
-    It equals 1 / (alpha + s), and is 1 at sigma = 1.
-    """
-    return ((1 - sigma) ** 2 + sigma**2).sqrt()
+    return x / per_row(flow_std(sigma), x)
 
 
 def flow_velocity(
@@ -87,5 +79,5 @@ def flow_velocity(
         return (prediction - x) / (1 - t)
     if kind == "sample":
         return (x - prediction) / t
-    n = per_row(norm(sigma), x)
+    n = per_row(flow_std(sigma), x)
     return prediction / n + (2 * t - 1) * x / n**2

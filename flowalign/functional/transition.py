@@ -259,3 +259,11 @@ def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients
 def per_row(value: Float[Tensor, "n"], like: Float[Tensor, "n *latent"]) -> Tensor:
     """Reshape one number per row to broadcast over latents."""
     return value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def flow_std(sigma: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Return ((1 - sigma)^2 + sigma^2)^(1/2), the std of a flow state of unit data and noise.
+
+    It equals 1 / (alpha + s), and is 1 at sigma = 1.
+    """
+    return ((1 - sigma) ** 2 + sigma**2).sqrt()

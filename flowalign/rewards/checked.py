@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
@@ -214,13 +213,3 @@ def _describe_type(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def drop_failed(
-    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
-) -> Bool[Tensor, "B T"]:
-    """Return True for transitions to train: all usable ones, or only fully usable groups."""
-    if on_failure != "drop_group":
-        return usable
-    whole = usable.unflatten(0, (-1, group_size)).all(1)
-    return whole.repeat_interleave(group_size, 0)

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.rewards.combine import (
@@ -14,7 +13,6 @@ from flowalign.rewards.combine import (
     Multipliers,
     RelativeForm,
     centre_log_sigmoid,
-    pareto_mask,
     ramp,
     relative_reward,
     valid_mean,
@@ -32,10 +30,6 @@ from flowalign.types import (
 )
 from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat, require_ranges
 from flowalign.types.trajectory import Completion
-
-Pareto = Literal["off", "group", "batch"]
-"""Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.
-batch: all samples of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,16 +185,6 @@ class Thresholds:
         mean = valid_mean(final, final.isfinite())
         mean = mean.masked_fill(multipliers.thresholds.isnan(), torch.nan)
         return multipliers.update(mean, self.rate, self.momentum)
-
-
-def not_dominated(
-    pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
-) -> Bool[Tensor, "n"]:
-    """Return True for samples to train: no other sample of the prompt or step dominates them."""
-    if pareto == "off":
-        return torch.ones(len(final), dtype=torch.bool)
-    group = group if pareto == "group" else torch.zeros_like(group)
-    return pareto_mask(final, final.isfinite(), group, rewards.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from flowalign.functional.diffusion import (
     flow_sigmas,
     flow_velocity,
     fractional_time,
-    norm,
     preserving_state,
 )
+from flowalign.functional.transition import flow_std
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 KINDS = ["epsilon", "v_prediction", "sample"]
@@ -30,7 +30,7 @@ def drawn(seed: int = 0, rows: int = 3) -> tuple[Tensor, Tensor]:
 
 def answer(kind: str, data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Output of a network that knows data and noise."""
-    n = norm(sigma)[:, None, None]
+    n = flow_std(sigma)[:, None, None]
     s = sigma[:, None, None]
     return {"epsilon": noise, "sample": data, "v_prediction": ((1 - s) * noise - s * data) / n}[
         kind
@@ -123,7 +123,7 @@ def test_steps_of_ddim_and_euler_are_euler_steps_of_the_flow(cls, kind, k):
     sigmas = torch.cat([TABLE[made.timesteps.long()], torch.zeros(1)])
     sigma, following = sigmas[k : k + 1], sigmas[k + 1 : k + 2]
     ours = x + (following - sigma) * flow_velocity(kind, prediction, x, sigma)
-    coordinates = norm if cls is DDIMScheduler else lambda s: 1 - s
+    coordinates = flow_std if cls is DDIMScheduler else lambda s: 1 - s
     made.scale_model_input(x, made.timesteps[k])
     theirs = made.step(prediction, made.timesteps[k], x / coordinates(sigma)).prev_sample
     torch.testing.assert_close(ours, theirs * coordinates(following), atol=2e-5, rtol=2e-5)

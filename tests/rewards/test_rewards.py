@@ -17,9 +17,9 @@ from flowalign.rewards.objectives import (
     LogSigmoidCentred,
     Thresholds,
     TransformedValues,
-    not_dominated,
 )
 from flowalign.training.checkpoint import restore, save
+from flowalign.training.rollouts.advantage_config import not_dominated
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import (
     Loadable,

@@ -24,10 +24,8 @@ from flowalign.functional.advantage import (
     zero_spread_share,
 )
 from flowalign.functional.resizing import average_on_grid, normalise_mean
-from flowalign.rewards.checked import drop_failed
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import not_dominated
-from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.training.rollouts.advantage_config import AdvantageConfig, drop_failed, not_dominated
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Request, StepCredit
 from flowalign.types.ranges import UnitInterval, require_ranges

@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
-from flowalign.functional.diffusion import flow_sigmas, flow_velocity, norm
-from flowalign.functional.transition import per_row
+from flowalign.functional.diffusion import flow_sigmas, flow_velocity
+from flowalign.functional.transition import flow_std, per_row
 from pipelines.families.cogvideox import CogVideoX
 from tests.fixtures.clips import assert_official_steps, clips
 from tests.fixtures.embedded import move
@@ -40,7 +40,7 @@ def as_flow(policy, step):
     """The pipeline steps with v of a variance-preserving state."""
     sigma = flow_sigmas(policy.pipe.scheduler.alphas_cumprod)[step["time"]].float()
     state, said = (step[name].transpose(1, 2) for name in ("sample", "prediction"))
-    x = state * norm(sigma)
+    x = state * flow_std(sigma)
     return x, flow_velocity("v_prediction", said, x, sigma.expand(len(x)))
 
 
@@ -92,7 +92,7 @@ def test_v_of_the_scheduler_is_the_velocity_of_the_same_data_and_noise(family):
     state = policy.pipe.scheduler.add_noise(data, eps, times)
     s = per_row(sigma, data)
     x = (1 - s) * data + s * eps
-    torch.testing.assert_close(state * per_row(norm(sigma), data), x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state * per_row(flow_std(sigma), data), x, atol=1e-5, rtol=1e-5)
     got = flow_velocity("v_prediction", v, x, sigma)
     torch.testing.assert_close(got, eps - data, atol=1e-4, rtol=1e-4)
     assert torch.equal(v[2], -data[2])
@@ -115,7 +115,7 @@ def test_noise_of_a_model_that_never_saw_pure_noise_has_the_size_of_its_first_st
     )
     first = policy.schedule(1)[0]
     assert 0.9 < first < 0.95
-    torch.testing.assert_close(noise(policy), norm(first) * whole)
+    torch.testing.assert_close(noise(policy), flow_std(first) * whole)
 
 
 def test_latents_of_a_clip_are_the_mode_that_the_pipeline_s_parts_give(family):

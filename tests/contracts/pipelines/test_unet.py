@@ -7,9 +7,9 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler
 
-from flowalign.functional.diffusion import flow_sigmas, norm
+from flowalign.functional.diffusion import flow_sigmas
 from flowalign.functional.noise_matching import space_factor
-from flowalign.functional.transition import FlowSDE, transition
+from flowalign.functional.transition import FlowSDE, flow_std, transition
 from flowalign.types import plain_requests
 from pipelines.families.unet import LORA, SD15, SDXL
 from pipelines.parts.memory import unet_activations
@@ -97,18 +97,18 @@ def test_initial_states_are_those_of_a_model_that_sees_noise_of_size_1(folders):
     x, sigma = noise(policy, 8), policy.schedule(7)[0]
     assert float(sigma) == pytest.approx(0.93596, abs=1e-5)  # alpha .068265, s .997667
     torch.testing.assert_close(x.std(), torch.tensor(0.93815), atol=0.01, rtol=0)
-    assert (x / norm(sigma)).std() == pytest.approx(1, abs=0.01)
+    assert (x / flow_std(sigma)).std() == pytest.approx(1, abs=0.01)
 
 
 def test_an_sde_step_from_the_first_time_is_finite_and_keeps_the_size_of_states(folders):
     """Kernels never needed sigma = 1: of white data, the step has the next state's variance."""
     policy = new_sd15(folders["sd15"])
     sigmas = policy.schedule(20)
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * norm(sigmas[0])
-    v = x * (2 * sigmas[0] - 1) / norm(sigmas[0]) ** 2  # the exact velocity of white data
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * flow_std(sigmas[0])
+    v = x * (2 * sigmas[0] - 1) / flow_std(sigmas[0]) ** 2  # the exact velocity of white data
     step = transition(FlowSDE(), x, v, sigmas, 0, torch.full((64,), 0.3))
     variance = step.mean.var() + step.std[0] ** 2
-    torch.testing.assert_close(variance.sqrt(), norm(sigmas[1]), atol=0.02, rtol=0)
+    torch.testing.assert_close(variance.sqrt(), flow_std(sigmas[1]), atol=0.02, rtol=0)
 
 
 def test_the_schedule_ignores_spacings_that_start_elsewhere_and_solvers(folders):
