@@ -35,7 +35,7 @@ def draw(folders: list[Path]) -> dict:
     _draw_accuracy(accuracy.subplots(), summaries)
     _draw_images(images, folders[0])
     fig.savefig(HERE / "demo.png")
-    keys = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
+    keys = ("seed", "before", "after", "steps", "network_evaluations", "reward_calls")
     return {"runs": [{k: s[k] for k in keys} for s in summaries]}
 
 

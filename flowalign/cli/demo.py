@@ -7,7 +7,7 @@ from pathlib import Path
 from flowalign.cli.options import SEED, whole
 
 HELP = "Align a bundled toy model on the CPU."
-CONFIGS = {"shapes": "configs/shapes_crd.yaml", "words": "configs/words_nft.yaml"}
+CONFIGS = {"shapes": "configs/shapes_demo.yaml", "words": "configs/words_nft.yaml"}
 """Run file of each toy task."""
 
 

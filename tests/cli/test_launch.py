@@ -77,7 +77,7 @@ def test_demo_hands_its_processes_one_directory(launched, tmp_path, asked, proce
     ((got, argv),) = launched("demo", "--steps", "3", "--output_dir", folder, *asked)
     assert got == Launch(processes)
     assert argv == [
-        *("train", "configs/shapes_crd.yaml", "--seed", "0", "--output_dir", folder),
+        *("train", "configs/shapes_demo.yaml", "--seed", "0", "--output_dir", folder),
         *("--num_steps", "3", "--processes", str(processes)),
     ]
 

@@ -24,7 +24,7 @@ main()
 @pytest.mark.always
 def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
     file = tmp_path / "short.yaml"
-    content = yaml.safe_load((ROOT / "configs/shapes_crd.yaml").read_text())
+    content = yaml.safe_load((ROOT / "configs/shapes_demo.yaml").read_text())
     content["extends"] = [str(ROOT / name) for name in content["extends"]]
     content["recipe"]["data"]["prompts_per_step"] = 8
     file.write_text(yaml.safe_dump(content | {"evaluation": {"num_prompts": 16}}))
