@@ -107,6 +107,50 @@ def test_own_pairs_train_with_dpo(tmp_path):
     assert "implicit_accuracy" in json.loads(line)
 
 
+@pytest.mark.slow
+def test_own_images_become_pairs_and_train_with_dpo(tmp_path):
+    """The data engineer with a table of images: score by own column names, pairs, DPO."""
+    lines = ["filename,caption,split"]
+    for k in range(4):
+        for side in "ab":
+            picture(tmp_path / f"{k}{side}.png", 2 * k + (side == "b"), (32, 32))
+            lines.append(f"{k}{side}.png,a red circle {k},train")
+    (tmp_path / "own.csv").write_text("\n".join(lines))
+    scores, pairs = tmp_path / "scores", tmp_path / "pairs"
+    reward = "reward_models.JpegSize"
+    columns = ["--columns", "image=filename", "prompt=caption"]
+    data = tmp_path / "own.csv"
+    assert exit_code("score", data, "--rewards", reward, "--out", scores, *columns) == 0
+    options = ["--rule", "best_worst", "--held_out", "0", "--out", pairs]
+    assert exit_code("pairs", scores, *options) == 0
+    rows = [json.loads(line) for line in (pairs / "train.jsonl").read_text().splitlines()]
+    assert sorted(row["prompt"] for row in rows) == [f"a red circle {k}" for k in range(4)]
+    settings = [f"--recipe.data.path={pairs / 'train.jsonl'}", "--recipe.data.held_out=null"]
+    settings += ["--num_steps=1", "--recipe.data.batch_size=4", f"--output_dir={tmp_path / 'run'}"]
+    settings += ["--evaluation=null", "--recipe.data.cache=null"]
+    assert exit_code("train", "configs/preference/shapes/dpo.yaml", *settings) == 0
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_prompts_of_an_own_table_train_and_are_sampled(tmp_path):
+    """The author of a script with a CSV of prompts names its column."""
+    data = tmp_path / "captions.csv"
+    rows = [f"{k},a red circle" for k in range(3)] + ['3,"two blue squares"']
+    data.write_text("\n".join(["number,caption", *rows]))
+    named = f"{data}:caption"
+    settings = ["--num_steps=1", "--evaluation=null", f"--output_dir={tmp_path / 'run'}"]
+    settings += ["--recipe.prompts_per_step=2", "--recipe.sampling.samples_per_prompt=2"]
+    assert exit_code("train", "configs/shapes.yaml", f"--recipe.prompts={named}", *settings) == 0
+    out = tmp_path / "images"
+    assert (
+        exit_code("sample", "configs/shapes.yaml", "--prompts", named, "--count", "1", "--out", out)
+        == 0
+    )
+    listed = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in listed] == ["a red circle"] * 3 + ["two blue squares"]
+
+
 def test_the_rows_of_the_documentation_are_read(tmp_path):
     page = Path("docs/guides/score_a_dataset.md").read_text()
     blocks = [block.partition("```")[0] for block in page.split("```text\n")[1:]]

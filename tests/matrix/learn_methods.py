@@ -94,4 +94,10 @@ def shrink(values: Mapping[str, Any]) -> list[str]:
     for name in largest.keys() & sampling.keys():
         size = 96 if name == "micro_batch" else min(sampling[name], largest[name])
         settings[f"{inside}.sampling.{name}"] = size
+    times = recipe.get("times") or {}
+    times = times.get("init_args", times)
+    if "stop" not in times and times.get("num_steps", 0) == sampling.get("num_steps"):
+        settings["recipe.times.num_steps"] = settings[f"{inside}.sampling.num_steps"]
+        if recipe.get("times_per_sample", 1) > largest["num_steps"]:
+            settings["recipe.times_per_sample"] = largest["num_steps"]
     return [f"--{key}={value}" for key, value in settings.items()]
