@@ -2,10 +2,15 @@
 
 One step cannot show a method that destroys the policy. A file with values tuned for Shapes is used
 if there is one; other methods are layered on the toy model at its learning rate and batch. It takes
-hours on two cores, so no other target collects this file. `LEARN_OUT` names the file of results,
-which assets/learn_methods.csv holds for the methods that were run.
+hours on two cores, so no other target collects this file. `LEARN_OUT` names the file of results.
+
+    python -m tests.matrix.learn_methods
+
+then writes them into assets/learn_methods.csv, which keeps the earlier rows of other methods. Every
+row has the mean reward of the first and the last eight steps, or the reason why there is none.
 """
 
+import csv
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +28,8 @@ from tests.fixtures.commands import exit_code
 
 STEPS, ENDS = 40, 8
 FOUND = Path(os.environ.get("LEARN_OUT", "build/learn_methods.jsonl"))
+TABLE = Path("assets/learn_methods.csv")
+COLUMNS = ("method", "before", "after", "steps", "seed", "reason")
 FALL = 0.05
 """Fall of the mean reward that noise explains: each end is the mean of 384 samples or more."""
 KNOWN = {one.name: one for one in recipes()}
@@ -43,6 +50,7 @@ NO_REWARD = {
     ),
     **dict.fromkeys(("tdm", "tdm_r1"), "it distils: its samples are not scored in each step"),
 }
+NO_RUN = "it is no run on Shapes: it needs videos, sources, other data or networks"
 _PAIR = 2
 
 
@@ -50,7 +58,7 @@ _PAIR = 2
 def test_forty_toy_steps_do_not_lower_the_reward(method, tmp_path):
     if method in NO_REWARD:
         pytest.skip(NO_REWARD[method])
-    files, settings = choose_run(method)
+    files, settings = choose_run(method) or pytest.skip(NO_RUN)
     settings += ["--evaluation=null", f"--num_steps={STEPS}", f"--output_dir={tmp_path / 'run'}"]
     assert exit_code("train", *files, *settings) == 0
     rows = [row for row in read_metrics(tmp_path / "run") if "reward_mean" in row]
@@ -65,8 +73,8 @@ def test_forty_toy_steps_do_not_lower_the_reward(method, tmp_path):
     assert after > before - FALL, told
 
 
-def choose_run(method: str) -> tuple[list[str], list[str]]:
-    """Return the run files of a method on Shapes, and settings for its size."""
+def choose_run(method: str) -> tuple[list[str], list[str]] | None:
+    """Return the run files of a method on Shapes, and settings for its size; None if none fits."""
     if method in TUNED:
         return [str(KNOWN[TUNED[method]].file)], []
     if method in GRADIENTS:
@@ -74,7 +82,7 @@ def choose_run(method: str) -> tuple[list[str], list[str]]:
         return files, shrink(compose(files).values)
     found = combination(KNOWN["models/toy_shapes"], method, KNOWN)
     if found is None:
-        pytest.skip("it is no run on Shapes: it needs videos, sources, other data or networks")
+        return None
     files = [str(part.file) for part in found.parts]
     return files, [] if len(files) == 1 else shrink(compose(files).values)
 
@@ -101,3 +109,27 @@ def shrink(values: Mapping[str, Any]) -> list[str]:
         if recipe.get("times_per_sample", 1) > largest["num_steps"]:
             settings["recipe.times_per_sample"] = largest["num_steps"]
     return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def read_table() -> dict[str, dict[str, str]]:
+    """Return the rows of the table by method."""
+    with TABLE.open(newline="") as file:
+        return {row["method"]: row for row in csv.DictReader(file)}
+
+
+def write_table() -> None:
+    """Write the results into the table, with a reason for each method without one."""
+    known = read_table() if TABLE.exists() else {}
+    if FOUND.exists():
+        results = map(json.loads, FOUND.read_text().splitlines())
+        known |= {one["method"]: one for one in results}
+    with TABLE.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        table.writeheader()
+        for method in METHODS:
+            reason = NO_REWARD.get(method) or ("not run yet" if choose_run(method) else NO_RUN)
+            table.writerow(known.get(method) or {"method": method, "reason": reason})
+
+
+if __name__ == "__main__":
+    write_table()

@@ -161,3 +161,14 @@ def test_a_critic_is_refused_where_it_cannot_read_features(matrix, model):
     result = matrix.result(model, "critic", trains=False)
     assert result.state == "refused"
     assert "choose credit without a critic" in result.why
+
+
+def test_forty_toy_steps_of_each_method_lower_no_reward_or_have_a_reason():
+    """Results of tests/matrix/learn_methods.py; 0.05 is the noise of means of 384 samples."""
+    with (ROOT / "assets/learn_methods.csv").open(newline="") as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {path.stem for path in (CONFIGS / "methods").glob("*.yaml")}
+    for method, row in rows.items():
+        if not row["reason"]:
+            assert row["steps"] == "40", method
+            assert float(row["after"]) > float(row["before"]) - 0.05, method
