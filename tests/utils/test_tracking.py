@@ -167,7 +167,7 @@ def test_wandb_stays_offline_unless_told_otherwise(tmp_path, monkeypatch):
     *_, init, (step, shown) = sys.modules["wandb"].calls
     assert (init["project"], init["config"]) == ("mine", {"seed": 3})
     assert (step, [one.told for one in shown["samples"]]) == (4, [((3, 2), "a red fox")])
-    monkeypatch.delitem(sys.modules, "wandb")
+    del sys.modules["wandb"]  # monkeypatch would put the mock back
 
 
 FAKE_TRACKIO = """
@@ -205,7 +205,25 @@ def test_trackio_gets_every_step_and_keeps_its_database_in_the_run_s_folder(tmp_
     (_, init), (step, shown) = sys.modules["trackio"].calls[-2:]
     assert (init["project"], init["config"], step) == ("mine", {"seed": 3}, 6)
     assert shown["samples/0"].told == ((3, 2), "a red fox")
-    monkeypatch.delitem(sys.modules, "trackio")
+    del sys.modules["trackio"]  # monkeypatch would put the mock back
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_an_installed_tracker_takes_rows_images_and_settings(name, tmp_path, monkeypatch, capsys):
+    """With the real packages, where they are installed, and without a network."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at the first import
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    try:
+        tracking.check_trackers([name])
+    except ValueError as error:
+        pytest.skip(str(error))
+    tracker = Tracker(tmp_path, [name], settings={"seed": 3, "policy": {"path": "a"}})
+    for step in range(2):
+        tracker.log(step, {"reward_mean": step / 8})
+        tracker.show(step, "samples", [Image.new("RGB", (3, 2))], ["a red fox"])
+    tracker.close()
+    assert "warning" not in capsys.readouterr().err
+    assert any(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
