@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
-    from flowalign.runs.capacity import capacity_rows, plan_capacity
+    from flowalign.runs.capacity import capacity_rows
     from flowalign.runs.config import load_with_origins
     from flowalign.runs.planning import plan, shorten_plan
     from flowalign.utils.local_modules import list_files
@@ -71,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
             short = shorten_plan(rows) | ({} if cluster else {"time": time})
             table(f"{title} (every row: --full)", short)
         if cluster:
-            found = plan_capacity(settings, cluster)
-            table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, found))
+            table(f"step on {cluster.count} x {cluster.name}", capacity_rows(settings, cluster))
     return 0
 
 

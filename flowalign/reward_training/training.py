@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.reward_training.embeddings import RewardSample, embed_samples, frames_for
+from flowalign.reward_training.embeddings import embed_samples, frames_for
 from flowalign.reward_training.labels import Part, Preferences, measure_agreement
 from flowalign.reward_training.training_parts import (
     Dimension,
@@ -191,7 +191,7 @@ class RewardTrainer:
         if not self.tuned:
             return self.features.take(used).to(self.device)
         samples = [self.preferences.samples[i] for i in used.tolist()]
-        features, failed = embed(self.backbone, samples)
+        features, failed = embed_samples(self.backbone, frames_for(self.backbone), samples)
         labels = self.preferences.labels.isfinite().any(2)
         needed = set(self.preferences.candidate[labels].tolist())
         if lost := [why for row, why in failed.items() if int(used[row]) in needed]:
@@ -264,11 +264,6 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
             "no loss trains the head's uncertainty: set it to false, or use the loss "
             "Uncertainty or Thurstone"
         )
-
-
-def embed(backbone: Backbone, samples: list[RewardSample]) -> tuple[Features, dict[int, str]]:
-    """Return features of samples read from their files, and the reasons of failures by index."""
-    return embed_samples(backbone, frames_for(backbone), samples)
 
 
 @contextmanager

@@ -235,32 +235,19 @@ def _communication(
     return communication_seconds(gpu, cluster.count, gradient, updates, gathers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapacityPlan:
-    """Prediction of a step, with the plans and the costs behind it."""
+def capacity_rows(run: Run, cluster: Cluster) -> dict[str, str]:
+    """Return the rows of the capacity table.
 
-    model: ModelPlan
-    step: RecipePlan
-    costs: UnitCosts
-    cluster: Cluster
-    capacity: Capacity
-
-
-def plan_capacity(run: Run, cluster: Cluster) -> CapacityPlan:
-    """Return the prediction for a run; raise ValueError if it does not fit the number of GPUs."""
+    Raises:
+        ValueError: The run does not fit the number of GPUs, or its costs are unknown.
+    """
     model, step = plan_step(run, cluster.count)
     costs = find_costs(run, model, cluster)
     found = predict(run, model, step, costs, cluster)
-    return CapacityPlan(model=model, step=step, costs=costs, cluster=cluster, capacity=found)
-
-
-def capacity_rows(run: Run, plan: CapacityPlan) -> dict[str, str]:
-    """Return the rows of the capacity table."""
-    found, cluster = plan.capacity, plan.cluster
     rows = {"seconds per step": f"{found.seconds:,.3g}"}
     for name, seconds in found.stages.items():
         rows[f"  {name}"] = f"{seconds:,.3g} ({seconds / found.seconds:.0%})"
-    if plan.costs.reward is None and plan.step.work.reward_calls:
+    if costs.reward is None and step.work.reward_calls:
         rows["  rewards"] = "not counted: give --reward-seconds or --costs"
     rate = run.recipe.examples_per_step / found.seconds / cluster.count
     hours = found.seconds * cluster.count / 3600
@@ -271,7 +258,7 @@ def capacity_rows(run: Run, plan: CapacityPlan) -> dict[str, str]:
         "GPU hours": f"{hours:.3g} per step, {hours * run.num_steps:,.3g} in the whole run",
     }
     if cluster.gpu:
-        parts, memory = parts_of(run, plan.model, plan.step, cluster.count), cluster.gpu.memory
+        parts, memory = parts_of(run, model, step, cluster.count), cluster.gpu.memory
         verdict = "enough" if peak(parts) <= memory else "too little"
         rows["memory per GPU"] = f"{size(peak(parts))} of {size(memory)}: {verdict}"
     return rows

@@ -21,7 +21,6 @@ from flowalign.runs.capacity import (
     exchange_seconds,
     gpu_seconds,
     imbalance,
-    plan_capacity,
     read_costs,
     recognise_gpu,
     unit_costs,
@@ -179,9 +178,7 @@ def test_measured_costs_are_read_and_other_files_are_refused(tmp_path):
 @pytest.mark.slow
 def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
     run = load("configs/shapes.yaml", [])[0]
-    one, two, three = (
-        capacity_rows(run, plan_capacity(run, Cluster(count=n, measured=COSTS))) for n in (1, 2, 3)
-    )
+    one, two, three = (capacity_rows(run, Cluster(count=n, measured=COSTS)) for n in (1, 2, 3))
     whole, half = (float(rows["seconds per step"].replace(",", "")) for rows in (one, two))
     assert half == pytest.approx(whole / 2, rel=0.01)
     assert two["idle"].startswith("0%")
