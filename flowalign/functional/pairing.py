@@ -147,3 +147,53 @@ def gap_weights(
     if base <= 1:
         raise ValueError(f"base must be above 1, or gaps have no weight, got {base}")
     return base**winner - base**loser
+
+
+def shorten_extremes(
+    advantage: Float[Tensor, "n T"],
+    group: Int[Tensor, "n T"],
+    mask: Bool[Tensor, "n T"],
+    chosen: Bool[Tensor, "n T"],
+) -> Float[Tensor, "n T"]:
+    """Return advantages times the mean square in `mask` over that in `chosen`, group by group.
+
+    If the expected gradient of a sample's log-probability is linear in its advantage, the mean over
+    the chosen samples then equals that over the whole group in expectation. Without the factor it
+    is 2.9 times as long for the best and worst 12 of 96 Gaussian rewards.
+    """
+    ids, index = group.unique(return_inverse=True)
+
+    def mean_square(rows: Tensor) -> Tensor:
+        total = advantage.new_zeros(len(ids), dtype=torch.float64)
+        total.index_add_(0, index[rows], advantage[rows].double().square())
+        return total / torch.bincount(index[rows], minlength=len(ids))
+
+    factor = (mean_square(mask) / mean_square(chosen)).nan_to_num(1.0, 1.0, 1.0)
+    return advantage * factor[index].to(advantage.dtype)
+
+
+def estimate_unsampled(
+    preview: Float[Tensor, "P G R"], final: Float[Tensor, "P K R"], chosen: Int[Tensor, "P K"]
+) -> Float[Tensor, "P G R"]:
+    """Return the final rewards of the chosen candidates, and estimates for the other ones.
+
+    In each group, final minus preview is fitted linearly to the preview of the chosen candidates.
+    An estimate adds the fit and, in turn, the residual of a chosen one, so mean and spread are
+    those of final rewards (stochastic regression imputation). Previews that equal the final rewards
+    are returned unchanged. Failed rewards are NaN; they are left out of the fit.
+    """
+    at = chosen[..., None].expand_as(final)
+    known = preview.gather(1, at)
+    gap = final - known
+    ok = gap.isfinite()
+    centre = known.where(ok, torch.nan).nanmean(1, keepdim=True)
+    away = (known - centre).where(ok, 0.0)
+    slope = (away * gap.where(ok, 0.0)).sum(1, keepdim=True) / away.square().sum(1, keepdim=True)
+    level = gap.nanmean(1, keepdim=True)
+
+    def fit(x: Tensor) -> Tensor:
+        return level + slope.nan_to_num(0.0, 0.0, 0.0) * (x - centre)
+
+    residual = (gap - fit(known)).nan_to_num(0.0)
+    turns = torch.arange(preview.shape[1]) % final.shape[1]
+    return (preview + fit(preview) + residual[:, turns]).scatter(1, at, final)

@@ -43,17 +43,18 @@ def sample(
     generators: Sequence[torch.Generator],
     finish: Collection[CompletionRequest] = (),
     keep: RolloutOutputs = RolloutOutputs(),
+    start: Float[Tensor, "n *latent"] | None = None,
 ) -> Trajectory:
     """Return `cfg.samples_per_prompt` trajectories per request; `steps` are the trained steps.
 
     Each request has its own generator, so the distribution of requests over processes does not
     change the draws. The states in `finish` are completed within the T network calls of the
-    rollout.
+    rollout. `start` are initial noises that replace the drawn ones.
     """
     trajectory = _plan_trajectory(policy, requests, cfg, steps)
     kept = steps if keep.graphs else ()
     velocities = RolloutVelocities(policy, trajectory, finish, keep.features, cfg.micro_batch, kept)
-    noise = RolloutNoise(policy, cfg, steps, trajectory, generators)
+    noise = RolloutNoise(policy, cfg, steps, trajectory, generators, start)
     stepper = Stepper(noise, policy, cfg, steps, trajectory)
     recorder = RolloutRecorder(trajectory, steps, keep, cfg.states)
     x, skipped = stepper.start(), cfg.skipped(steps)

@@ -231,8 +231,10 @@ class RolloutNoise:
         steps: Sequence[int],
         trajectory: Trajectory,
         generators: Sequence[torch.Generator],
+        start: Tensor | None = None,
     ):
-        x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
+        count = cfg.num_starts(steps)
+        x = torch.cat([policy.noise(count, one) for one in generators]) if start is None else start
         self.branching, self.trajectory, self.generators = cfg.branching, trajectory, generators
         self.shape, self.device = (cfg.samples_per_prompt, *x.shape[1:]), x.device
         window = cfg.frame_window

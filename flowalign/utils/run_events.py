@@ -91,7 +91,10 @@ def notify(
 def notify_failure(
     command: Sequence[str], folder: Path, log: Callable[[str], None]
 ) -> Iterator[None]:
-    """Notify of an error inside this context, and let it pass."""
+    """Notify of an error inside this context, and let it pass.
+
+    Ctrl-C and SystemExit, which are no Exception, also end a run that somebody waits for.
+    """
     try:
         yield
     except BaseException as error:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from flowalign.functional.pairing import (
     check_margin,
+    estimate_unsampled,
     pair_dominating,
     pair_extremes,
     pair_over_gap,
     select_widest,
+    shorten_extremes,
     stages_by_rank,
     stages_by_score,
 )
@@ -172,3 +174,54 @@ def test_a_margin_that_no_pair_can_have_is_refused_by_name(value):
     with pytest.raises(ValueError, match=rf"rule\.min_gap is {value:g}; it must be at least 0"):
         check_margin("rule.min_gap", value)
     check_margin("rule.min_gap", 0.0)
+
+
+# Extremes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreement", [1.0, 0.93, 0.7])
+def test_shortened_extremes_give_the_mean_gradient_of_the_group_in_a_linear_world(agreement):
+    """The gradient's mean is the covariance of reward and score, here 0.2."""
+    torch.manual_seed(0)
+    num, size, count = 4000, 96, 12
+    reward = torch.randn(num, size, dtype=torch.float64)
+    score = 0.2 * reward + 0.96**0.5 * torch.randn_like(reward)
+    noise = (1 / agreement**2 - 1) ** 0.5
+    preview = 0.5 * (reward + noise * torch.randn_like(reward)) - 3
+    order = preview.argsort(1)
+    chosen = torch.cat([order[:, :count], order[:, -count:]], 1)
+    values = estimate_unsampled(preview[..., None], reward.gather(1, chosen)[..., None], chosen)[
+        ..., 0
+    ]
+    advantage = (values - values.mean(1, keepdim=True)) / values.std(1, keepdim=True, correction=0)
+    mask = torch.zeros_like(reward, dtype=torch.bool).scatter(1, chosen, True)
+    group = torch.arange(num)[:, None].expand_as(mask).reshape(-1, 1)
+    flat = advantage.reshape(-1, 1), group, torch.ones_like(group, dtype=torch.bool)
+    short = shorten_extremes(*flat, mask.reshape(-1, 1)).view(num, size)
+    assert values.mean() == pytest.approx(0, abs=0.01)
+    assert values.std(1).mean() == pytest.approx(1, abs=0.03)
+    assert (short * score)[mask].mean() == pytest.approx(0.2, rel=0.05)
+    if agreement == 1:
+        kept = reward.gather(1, chosen)
+        own = (kept - kept.mean(1, keepdim=True)) / kept.std(1, keepdim=True)
+        assert (own * score.gather(1, chosen)).mean() == pytest.approx(0.2 * 1.68, rel=0.05)
+        assert (advantage * score)[mask].mean() == pytest.approx(0.2 * 2.82, rel=0.05)
+
+
+def test_estimates_follow_the_line_of_the_chosen_and_their_residuals_in_turn():
+    preview = tensor(0.0, 1.0, 2.0, 3.0, 4.0)[None, :, None]
+    chosen = torch.tensor([[0, 1, 4]])
+    # Final minus preview is 1, 1 and 1: a shift.
+    shifted = estimate_unsampled(preview, tensor(1.0, 2.0, 5.0)[None, :, None], chosen)
+    assert shifted.flatten().tolist() == [1, 2, 3, 4, 5]
+    # The gaps 0, 1 and 4 equal the previews, so finals are twice the previews.
+    doubled = estimate_unsampled(preview, tensor(0.0, 2.0, 8.0)[None, :, None], chosen)
+    assert doubled.flatten().tolist() == pytest.approx([0, 2, 4, 6, 8])
+    # A failed reward stays unknown, and the fit is that of the others.
+    failed = estimate_unsampled(preview, tensor(1.0, NAN, 5.0)[None, :, None], chosen)
+    assert failed.flatten().tolist() == pytest.approx([1, NAN, 3, 4, 5], nan_ok=True)
+    same = torch.randn(2, 5, 3)
+    chosen = torch.tensor([[0, 3], [4, 1]])
+    assert torch.equal(
+        estimate_unsampled(same, same.gather(1, chosen[..., None].expand(-1, -1, 3)), chosen), same
+    )

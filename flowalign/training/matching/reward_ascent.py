@@ -4,7 +4,7 @@ rollout -> state at a low noise level -> clean prediction -> ascent and descent 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -69,6 +69,14 @@ class Moves(ABC):
             raise ValueError(
                 f"{self.key}.query is 0, which is pure noise: choose a late denoising step, such "
                 "as the one that starts near noise level 0.28"
+            )
+
+    def check_query(self, made: Set[int], key: str) -> None:
+        """Raise ValueError unless the query is one of the denoising steps that `key` makes."""
+        if self.query not in made:
+            raise ValueError(
+                f"{self.key}.query is {self.query}, which is not among the denoising steps that "
+                f"{key}.sampling makes: choose another step, or another num_steps or tail_ratio"
             )
 
     @property

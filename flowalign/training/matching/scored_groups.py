@@ -5,6 +5,7 @@ requests -> samples -> rewards -> advantages -> clean samples with their advanta
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -21,11 +22,11 @@ from flowalign.training.matching.reward_proposals import RewardProposals
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RecipePlan, RunContext, TrainingPrompts
-from flowalign.training.rollouts.advantages import RewardMap
+from flowalign.training.rollouts.advantages import RewardMap, check_map
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.types import CreditEstimator, ModelPlan, Policy
-from flowalign.types.ranges import require_ranges
+from flowalign.types.ranges import PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     """Reward dimensions of each part of the states, such as video and audio, for `OmniNFT`. A
     dimension may belong to several parts. Empty: a sample has one advantage."""
 
+    scout_steps: PositiveInt | None = None
+    """Denoising steps of previews of all samples. Only `advantages.extremes` of them are made with
+    all steps, from the same noise (Sol-RL, arXiv:2604.06916). Null: all samples are."""
     on_failed_reward: OnFailure = "raise"
     """Action after a failed reward. raise: the run ends. drop_sample: samples with unknown credit
     are not trained. drop_group: the other samples of the prompt are not trained either."""
@@ -77,6 +81,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         _check_moves(self)
         if self.contrast:
             _check_contrast(self)
+        if self.scout_steps is not None:
+            _check_scouts(self, self.scout_steps)
         for iteration in (0, SEVERAL):
             self._check_completions(self.rollouts.credited_window(iteration))
 
@@ -85,7 +91,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Return the rollout settings of a step."""
         kept = range(self.sampling.num_steps + 1) if self.contrast else ()
         kept = kept if self.query is None else (self.query,)
-        return RolloutSettings(**self.rollout_fields(), also_kept=kept, key=self.key)
+        return RolloutSettings(
+            **self.rollout_fields(), also_kept=kept, key=self.key, scout_steps=self.scout_steps
+        )
 
     @property
     def moves(self) -> Moves | None:
@@ -125,8 +133,8 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
     @override
     def rows_per_group(self) -> int:
         """Return the number of trained samples per prompt; with step-level credit, all of them."""
-        size, count = self.sampling.samples_per_prompt, self.advantages.extremes
-        return size if count is None or self.credit else 2 * count
+        count = self.advantages.extremes
+        return 2 * count if count and not self.credit else self.sampling.samples_per_prompt
 
     @property
     @override
@@ -138,7 +146,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Raise ValueError if there is no weighted reward, or the sampling weights are missing."""
         self.advantages.check(self.key, run, self.prompts)
         self.sampling.check_precision(self.key, run.policy)
-        _check_map(self, run.rewards)
+        if self.weight_map is not None:
+            check_map(f"{self.key}.weight_map", self.weight_map, run.rewards)
+            _require_unset(self, f"{self.key}.weight_map applies to finished samples", "clean")
         if self.spatial:
             self.spatial.check(f"{self.key}.spatial", run.rewards)
         if self.moves:
@@ -216,28 +226,45 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             )
 
 
+_PLAIN = "credit", "weight_map", "spatial", "clean"
+
+
 def _check_moves(cfg: ScoredGroups) -> None:
     """Raise ValueError if the rollout has no state at the query, or options do not combine."""
     if cfg.moves is None:
         return
-    query, sampling, key = cfg.moves.query, cfg.sampling, cfg.moves.key
-    if query >= sampling.num_steps or query in sampling.skipped(cfg.rollouts.window(0)):
-        raise ValueError(
-            f"{key}.query is {query}, which is not among the denoising steps that "
-            f"{cfg.key}.sampling makes: choose another step, or another num_steps or tail_ratio"
-        )
-    for name, value, plain in (
-        ("proposals", cfg.proposals if cfg.ascent else None, None),
-        ("credit", cfg.credit, None),
-        ("weight_map", cfg.weight_map, None),
-        ("spatial", cfg.spatial, None),
-        ("clean", cfg.clean, "sample"),
-    ):
+    made = {*range(cfg.sampling.num_steps)} - cfg.sampling.skipped(cfg.rollouts.window(0))
+    cfg.moves.check_query(made, cfg.key)
+    reason = f"{cfg.moves.key} makes the examples from clean predictions at one step"
+    _require_unset(cfg, reason, *(["proposals"] if cfg.ascent else []), *_PLAIN)
+
+
+def _require_unset(cfg: ScoredGroups, reason: str, *names: str) -> None:
+    """Raise ValueError for the first of these options that is set, with the reason against it."""
+    for name in names:
+        value, plain = attrgetter(name)(cfg), "sample" if name == "clean" else None
         if value != plain:
             raise ValueError(
-                f"{cfg.key}.{name} is {value}, but {key} makes the examples from clean "
-                f"predictions at one step: set {name} to {plain or 'null'}"
+                f"{cfg.key}.{name} is {value}, but {reason}: set {name} to {plain or 'null'}"
             )
+
+
+def _check_scouts(cfg: ScoredGroups, steps: int) -> None:
+    """Raise ValueError unless previews and samples are deterministic, and extremes are trained."""
+    sampling, key = cfg.sampling, f"{cfg.key}.scout_steps"
+    if not (count := cfg.advantages.extremes) or steps > sampling.num_steps:
+        raise ValueError(
+            f"{key} is {steps}; it must be at most num_steps {sampling.num_steps}, and needs "
+            f"advantages.extremes, which is {count or 'null'}"
+        )
+    if sampling.stochastic(cfg.rollouts.window(0)):
+        raise ValueError(
+            f"{key} previews samples, but with noise between the steps the initial noise does not "
+            f"fix the sample: set {cfg.key}.sampling.sde_window to flowalign.sampling.NoSteps"
+        )
+    inside = "sampling.seeds_per_prompt", "sampling.frame_window", "sampling.reward_guidance"
+    options = "ascent", "proposals", "weight_map", "spatial", *inside
+    _require_unset(cfg, f"{key} chooses samples by previews alone", *options)
 
 
 def _check_contrast(cfg: ScoredGroups) -> None:
@@ -250,20 +277,8 @@ def _check_contrast(cfg: ScoredGroups) -> None:
             f"{cfg.key}.sampling.samples_per_prompt to 2, seeds_per_prompt to 1, and sde_window to "
             "flowalign.sampling.AllButLast"
         )
-    for name, value, plain in (
-        ("ascent", cfg.ascent, None),
-        ("proposals", cfg.proposals, None),
-        ("credit", cfg.credit, None),
-        ("weight_map", cfg.weight_map, None),
-        ("spatial", cfg.spatial, None),
-        ("clean", cfg.clean, "sample"),
-        ("sampling.tail_ratio", sampling.tail_ratio, None),
-    ):
-        if value != plain:
-            raise ValueError(
-                f"{cfg.key}.{name} is {value}, but {cfg.key}.contrast matches the visited states "
-                f"of whole rollouts: set {name} to {plain or 'null'}"
-            )
+    reason = f"{cfg.key}.contrast matches the visited states of whole rollouts"
+    _require_unset(cfg, reason, "ascent", "proposals", *_PLAIN, "sampling.tail_ratio")
 
 
 def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
@@ -281,19 +296,4 @@ def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
         raise ValueError(
             f"{cfg.key}.modalities divides the advantage of the outcome at every noise level: set "
             "credit and ascent to null, and contrast to false"
-        )
-
-
-def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:
-    """Raise ValueError if no reward returns the map, or if completions are noised."""
-    mapping = [model.spec.name for model in rewards.models if model.spec.maps]
-    if cfg.weight_map is not None and cfg.weight_map not in mapping:
-        raise ValueError(
-            f"{cfg.key}.weight_map is {cfg.weight_map!r}; rewards with a map here: "
-            f"{', '.join(mapping) or 'none, take one such as reward_models.RegionReward'}"
-        )
-    if cfg.weight_map is not None and cfg.clean == "completion":
-        raise ValueError(
-            f"{cfg.key}.weight_map applies to finished samples, but clean is completion: set "
-            "clean to sample"
         )

@@ -10,19 +10,59 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.agreement import spearman
+from flowalign.functional.pairing import estimate_unsampled
 from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
+from flowalign.sampling.rollout import empty_trajectory
 from flowalign.training.matching.reward_ascent import Mover, with_states
 from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
-from flowalign.training.rollouts.advantages import GatheredCredit, RewardMap
+from flowalign.training.rollouts.advantages import AdvantageEstimate, GatheredCredit, RewardMap
+from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Batch, Cond, Trajectory
+from flowalign.types import Batch, Cond, Request, Trajectory
+from flowalign.types.trajectory import Completion
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Function from trained steps to the completed states that their credit is computed from."""
+
+
+class ScoutedValues(CompletionValues):
+    """Final rewards of the chosen candidates, and estimates from previews of the other ones."""
+
+    def __init__(self, outcome: Float[Tensor, "B R"], *setting: Any):
+        super().__init__(*setting)
+        self.outcome = outcome
+
+    @classmethod
+    def merge(
+        cls,
+        cfg: RolloutSettings,
+        scouts: CompletionValues,
+        drawn: CompletionValues,
+        picked: Int[Tensor, "P K"],
+        rows: Int[Tensor, "n"],
+    ) -> "ScoutedValues":
+        """Return the values of previews in which the samples `rows` are replaced by `drawn`."""
+        seen, made = scouts.trajectory, drawn.trajectory
+        end = made.num_steps
+        latents = seen.state(seen.num_steps)
+        latents[rows.to(latents.device)] = made.state(end)
+        whole = empty_trajectory(cfg.sampling, (), seen.requests[:: seen.group_size], made.sigmas)
+        whole = replace(whole, cond=made.cond, states={end: latents})
+        final, known = drawn([end])[:, 0], scouts([seen.num_steps])[:, 0]
+        split = known.unflatten(0, (len(picked), -1)), final.unflatten(0, picked.shape)
+        outcome = estimate_unsampled(*split, picked).flatten(0, 1)
+        setting = scouts.policy, scouts.rewards, whole, lambda _: {}, cfg.completion
+        return cls(outcome, *setting, cfg.sampling.micro_batch)
+
+    @override
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        """Return the rewards of finished samples, the only states that have any."""
+        return self.outcome[:, None].expand(-1, len(ks), -1)
 
 
 @dataclass(eq=False)
@@ -53,10 +93,9 @@ class ScoredStream(CreditedStream):
     def batch(self, step: int) -> StepExamples:
         requests = self.requests.batch(step, self.cfg.prompts_per_step)
         with self._sampling_weights():
-            values = self.rollouts.sample(requests, step)
-            estimate = self.rollouts.estimate(values)
+            values, estimate, found = self._collect(requests, step)
         chosen, local = estimate.train_mask, estimate.gathered.local
-        metrics = {**estimate.metrics, **estimate.size_metrics}
+        metrics = {**estimate.metrics, **estimate.size_metrics, **found}
         metrics["samples_dropped"] = float((~chosen.any(1)).sum())
         metrics |= self.rollouts.learn(requests, values, estimate)
         kept = chosen[local].any(1).nonzero()[:, 0]
@@ -78,6 +117,39 @@ class ScoredStream(CreditedStream):
         steps = self._step_advantages(values.trajectory, kept, advantage, trained)
         steps = replace(steps, places=places)
         return StepExamples(examples, first, total, metrics, steps)
+
+    def _collect(
+        self, requests: Sequence[Request], step: int
+    ) -> tuple[CompletionValues, AdvantageEstimate, dict[str, float]]:
+        """Return the values of the samples, their advantages, and metrics of previews.
+
+        With previews, samples that were not chosen keep the latents of their previews.
+        """
+        if self.cfg.scout_steps is None:
+            values = self.rollouts.sample(requests, step)
+            return values, self.rollouts.estimate(values), {}
+        previews, chosen = self.cfg.phases
+        task = self.learner, self.rewards, requests, self.rollouts.seed, step
+        scouts = collect_rollouts(previews, *task)
+        found = self.rollouts.estimate(scouts)
+        size, count = previews.sampling.samples_per_prompt, chosen.sampling.samples_per_prompt
+        mask = found.train_mask[found.gathered.local, 0]
+        # Where failed rewards leave fewer, further samples fill up the group and are not trained.
+        order = mask.view(-1, size).float().argsort(dim=1, descending=True, stable=True)
+        picked = order[:, :count].sort(1).values
+        rows = (picked + size * torch.arange(len(picked))[:, None]).flatten()
+        drawn = collect_rollouts(chosen, *task, start=scouts.trajectory.state(0, rows))
+        values = ScoutedValues.merge(self.cfg, scouts, drawn, picked, rows)
+        weights = self.rewards.weights
+        compared = (
+            (v([v.trajectory.num_steps])[:, 0] @ weights).view(len(picked), -1)
+            for v in (scouts, drawn)
+        )
+        first, last = compared
+        each = [spearman(*pair) for pair in zip(first.gather(1, picked), last, strict=True)]
+        correlation = self.learner.processes.gather(torch.tensor(each)).nanmean()
+        estimate = self.rollouts.estimate(values, chosen=mask)
+        return values, estimate, {"scouts/rank_correlation": float(correlation)}
 
     @override
     def state(self) -> dict[str, Any]:

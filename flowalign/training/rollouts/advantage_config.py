@@ -48,6 +48,9 @@ class AdvantageConfig:
     extremes: PositiveInt | None = None
     """Number of best and of worst samples per group that are trained, by their advantage in the
     whole group. DanceGRPO for videos: 4 of 24. Null: all samples."""
+    shorten_extremes: bool = False
+    """Whether the advantages of `extremes` are scaled down, so that the mean gradient is about as
+    long as that of the whole group: by 2.9 for 12 and 12 of 96 samples."""
     diversity: bool = False
     """Whether positive advantages are multiplied by the cosine distance of the final latent to the
     nearest one of the group. GARDO, arXiv:2512.24138, measures it in DINOv3's features."""
@@ -66,6 +69,11 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         """Reject settings outside their ranges."""
         require_ranges(self, "advantages")
+        if self.shorten_extremes and self.extremes is None:
+            raise ValueError(
+                "advantages.shorten_extremes is true, but advantages.extremes is null, so nothing "
+                "is shortened: set extremes, or shorten_extremes to false"
+            )
         if self.exponential and self.diversity:
             raise ValueError(
                 "advantages.diversity changes positive advantages, but advantages.exponential "

@@ -23,6 +23,7 @@ from flowalign.functional.advantage import (
     weigh_places,
     zero_spread_share,
 )
+from flowalign.functional.pairing import shorten_extremes
 from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, drop_failed, not_dominated
@@ -93,20 +94,29 @@ class AdvantageEstimator:
         return base if self.multipliers is None else self.multipliers.scale(base)
 
     def estimate(
-        self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
+        self,
+        credit: StepCredit,
+        outcome: Float[Tensor, "local R"],
+        group_size: int,
+        chosen: Bool[Tensor, "local"] | None = None,
     ) -> AdvantageEstimate:
         """Gather the credit of all processes, and return the advantages.
 
         Only the scales pooled and batch compare samples of different processes. `outcome` has the
-        raw rewards of this process's finished samples, prompt-major.
+        raw rewards of this process's finished samples, prompt-major. `chosen` are trained instead
+        of the extremes.
         """
         gathered = self._gather(credit, outcome, group_size)
         credit, mask = gathered.credit, gathered.train_mask
         advantage, process = self._compare(credit), None
         if credit.process is not None:
             process = self._compare(replace(credit, value=credit.process))
-        if self.cfg.extremes is not None:
+        if chosen is not None:
+            mask = mask & self.processes.gather(chosen)[:, None]
+        elif self.cfg.extremes is not None:
             mask = mask_extremes(advantage[..., None], credit.group, mask, self.cfg.extremes)
+        if self.cfg.shorten_extremes:
+            advantage = shorten_extremes(advantage, credit.group, credit.mask, mask)
         return AdvantageEstimate(gathered, advantage, process, mask, self._metrics(gathered))
 
     def compare_dims(self, gathered: GatheredCredit, dims: Sequence[str]) -> Float[Tensor, "n T"]:
@@ -239,6 +249,16 @@ def reward_metrics(rewards: Rewards, gathered: GatheredCredit) -> dict[str, floa
     }
 
 
+def check_map(key: str, name: str, rewards: Rewards) -> None:
+    """Raise ValueError unless the reward `name` has a spatial map; `key` is for messages."""
+    mapping = [model.spec.name for model in rewards.models if model.spec.maps]
+    if name not in mapping:
+        raise ValueError(
+            f"{key} is {name!r}; rewards with a map here: "
+            f"{', '.join(mapping) or 'none, take one such as reward_models.RegionReward'}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardMap:
     """Advantages of places by the map of a reward, which may have weight 0.
@@ -261,12 +281,7 @@ class RewardMap:
 
     def check(self, key: str, rewards: Rewards) -> None:
         """Raise ValueError if the reward has no map; `key` is for messages."""
-        mapping = [model.spec.name for model in rewards.models if model.spec.maps]
-        if self.reward not in mapping:
-            raise ValueError(
-                f"{key}.reward is {self.reward!r}; rewards with a map here: "
-                f"{', '.join(mapping) or 'none, take one such as reward_models.RegionReward'}"
-            )
+        check_map(f"{key}.reward", self.reward, rewards)
 
     def __call__(
         self, advantage: Float[Tensor, "B T"], values: CompletionValues

@@ -6,6 +6,7 @@ requests -> trajectories -> values -> credit -> advantages
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from jaxtyping import Float
@@ -45,16 +46,21 @@ def collect_rollouts(
     seed: int,
     step: int,
     earlier: Experience = NO_EXPERIENCE,
+    start: Tensor | None = None,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of the trajectories.
 
     If `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
-    computed while the next batch is sampled.
+    computed while the next batch is sampled. `start` are initial noises instead of drawn ones.
     """
     local = learner.processes.share(range(len(requests)))
     size = cfg.rollout_batch_prompts or max(len(local), 1)
     batches = [local[start : start + size] for start in range(0, len(local), size)] or [local]
-    drawn = (sample_prompts(cfg, learner.policy, requests, seed, step, b) for b in batches)
+    starts = start.split(size * cfg.sampling.samples_per_prompt) if start is not None else ()
+    drawn = (
+        sample_prompts(cfg, learner.policy, requests, seed, step, batch, noise)
+        for batch, noise in zip_longest(batches, starts)
+    )
     if len(batches) == 1:
         return completion_values(cfg, learner, rewards, next(drawn), earlier)
     trajectories, parts = [], []
@@ -82,10 +88,12 @@ def sample_prompts(
     seed: int,
     step: int,
     indices: Sequence[int],
+    start: Tensor | None = None,
 ) -> Trajectory:
     """Return trajectories of some requests of a step.
 
-    All ranks use the same window. The noise depends only on the position of the request.
+    All ranks use the same window. The noise is `start`, or depends only on the position of the
+    request.
     """
     # Noise is seeded by the request's position, so ranks and batches do not change the draws.
     window = cfg.window(step, generator(seed, "window", step))
@@ -103,6 +111,7 @@ def sample_prompts(
                 means=cfg.needs_means,
                 graphs=cfg.keeps_graphs,
             ),
+            start=start,
         )
 
 
@@ -182,13 +191,19 @@ class CreditedRollouts:
         )
 
     def estimate(
-        self, values: CompletionValues, credit: StepCredit | None = None
+        self,
+        values: CompletionValues,
+        credit: StepCredit | None = None,
+        chosen: Tensor | None = None,
     ) -> AdvantageEstimate:
-        """Return the advantages of all processes; if `credit` is None, it is computed."""
+        """Return the advantages of all processes; if `credit` is None, it is computed.
+
+        `chosen` are the trained samples of this process, instead of those of `extremes`.
+        """
         credit = compute_credit(self.cfg, values) if credit is None else credit
         trajectory = values.trajectory
         outcome = values([trajectory.num_steps])[:, 0]
-        found = self.estimator.estimate(credit, outcome, trajectory.group_size)
+        found = self.estimator.estimate(credit, outcome, trajectory.group_size, chosen)
         if not self.cfg.advantages.diversity:
             return found
         latents = trajectory.state(trajectory.num_steps).flatten(1)

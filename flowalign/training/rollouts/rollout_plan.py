@@ -1,5 +1,6 @@
 """Plan the rollouts of a step: their counts and memory, before any model is loaded."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
@@ -47,11 +48,23 @@ def rollout_rows(
     return {
         **samples_row(cfg.prompts_per_step, cfg.sampling.samples_per_prompt),
         "denoising steps": _steps(cfg, window),
+        **_scout_rows(cfg),
         "values of states": f"{sorted({k for k, _ in cfg.requested(window)})}",
         **_critic_rows(cfg, window),
         **_latent_rows(cfg, model, window),
-        **judge_row(run.rewards.models, _scored_groups(cfg, window)),
+        **judge_row(
+            run.rewards.models, [n for one in cfg.phases for n in _scored_groups(one, window)]
+        ),
     }
+
+
+def _scout_rows(cfg: RolloutSettings) -> dict[str, str]:
+    """Return the plan row of the previews, if there are any."""
+    if cfg.scout_steps is None:
+        return {}
+    chosen, count = cfg.phases[1].sampling.samples_per_prompt, cfg.sampling.samples_per_prompt
+    steps = f"{cfg.scout_steps} denoising steps"
+    return {"previews": f"{count} per prompt of {steps}; {chosen} are sampled with all steps"}
 
 
 def _scored_groups(cfg: RolloutSettings, window: Sequence[int]) -> list[int]:
@@ -79,7 +92,21 @@ def _pushed(cfg: RolloutSettings, model: ModelPlan) -> list[int]:
 def rollout_work(
     cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
 ) -> StepWork:
-    """Return the work of the rollouts of a step."""
+    """Return the work of the rollouts of a step, with their previews."""
+    works = [_phase_work(phase, run, model, window) for phase in cfg.phases]
+    counts: Counter[str] = Counter()
+    for work in works:
+        counts.update(dict(work.evaluations))
+    return StepWork(
+        evaluations=dict(counts),
+        decodes=sum(work.decodes for work in works),
+        reward_calls=sum(work.reward_calls for work in works),
+    )
+
+
+def _phase_work(
+    cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
+) -> StepWork:
     distinct, scored = _distinct(cfg, window), cfg.requirements(window).scored
     counts = {
         **rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity),
@@ -152,7 +179,12 @@ def rollout_memory(
     empty, storage = cfg.empty_trajectory(window), cfg.sampling.states
     prompts = ceil(cfg.prompts_per_step / world)
     elements = prompts * prod(model.latent_shape)
-    kept = elements * sum(len(empty.rows.unique_rows(k)) for k in cfg.kept_states(window))
+    phases = [cfg, *(cfg.phases if cfg.scout_steps else ())]
+    kept = elements * sum(
+        len(one.empty_trajectory(window).rows.unique_rows(k))
+        for one in phases
+        for k in one.kept_states(window)
+    )
     means = len(window) * len(empty.rows) if cfg.needs_means else 0
     states = kept * DTYPES[storage.dtype].itemsize + 4 * elements * means
     followed = [

@@ -1,7 +1,7 @@
 """Define the settings of rollouts: sampling, values, credit and advantages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -68,6 +68,21 @@ class RolloutSettings(RolloutFields):
     """Whether a rollout keeps the graphs of the velocities of trained steps."""
     clips_process: bool = False
     """Whether the loss trains process rewards with a separate clip."""
+
+    scout_steps: int | None = None
+    """Denoising steps of the previews that choose the samples. None: no previews."""
+
+    @property
+    def phases(self) -> "tuple[RolloutSettings, ...]":
+        """Return the settings of previews and of chosen samples; without previews, only these."""
+        if self.scout_steps is None:
+            return (self,)
+        plain, sampling = replace(self, scout_steps=None), self.sampling
+        shorter = sampling.tail_ratio is not None and self.scout_steps < sampling.num_steps
+        ratio = 1.0 if shorter else sampling.tail_ratio  # previews make all of their steps
+        previews = replace(sampling, num_steps=self.scout_steps, tail_ratio=ratio)
+        chosen = replace(sampling, samples_per_prompt=2 * (self.advantages.extremes or 1))
+        return replace(plain, sampling=previews, also_kept=(0,)), replace(plain, sampling=chosen)
 
     def check_groups(self) -> None:
         """Raise ValueError if the samples of a prompt cannot be compared."""

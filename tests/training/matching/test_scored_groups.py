@@ -1,5 +1,6 @@
 """Scored groups: samples of a prompt, their advantages, and the noise levels they count at."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flowalign.credit.branch import Branch
 from flowalign.credit.chain import Gain, LambdaReturn, NextValue, Outcome
 from flowalign.credit.critic import Critic
 from flowalign.distributed.processes import Processes
+from flowalign.functional.agreement import spearman
 from flowalign.functional.noise_matching import step_at
 from flowalign.functional.solver import second_order_step
 from flowalign.losses.matching.awm import AWM
@@ -132,6 +134,62 @@ def test_only_the_best_and_the_worst_of_a_group_are_examples(tmp_path):
     assert torch.equal(few.examples["advantage"], everyone.examples["advantage"][rows])
     assert (few.total, cfg.examples_per_step, cfg.rows_per_group) == (12, 12, 4)
     assert few.metrics["samples_dropped"] == 9
+
+
+SEVEN = {"samples_per_prompt": 7}
+
+
+def scouted(folder, steps, rewards=None, **changes):
+    cfg = groups(folder, SEVEN | changes, advantages={"extremes": 2}, scout_steps=steps)
+    return batch_of(opened(cfg, new_learner(trained_policy(3)), rewards))
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5, 1.0])
+def test_scouts_with_all_steps_are_the_extremes(tmp_path, ratio):
+    cfg = groups(tmp_path, SEVEN | {"tail_ratio": ratio}, advantages={"extremes": 2})
+    whole = batch_of(opened(cfg, new_learner(trained_policy(3))))
+    scouts = scouted(tmp_path, 4, tail_ratio=ratio)
+    for name in ("latents", "advantage", "group"):
+        assert torch.equal(scouts.examples[name], whole.examples[name])
+    for name, score in whole.examples["scores"].items():
+        assert_close(scouts.examples["scores"][name], score)  # scored in batches of another size
+    expected = {**whole.metrics, "scouts/rank_correlation": 1.0}
+    assert scouts.metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_previews_choose_the_samples_that_are_made_with_all_steps(tmp_path):
+    previews = batch_of(
+        opened(groups(tmp_path, SEVEN | {"num_steps": 2}), new_learner(trained_policy(3)))
+    ).examples
+    finals = batch_of(opened(groups(tmp_path, SEVEN), new_learner(trained_policy(3)))).examples
+    order = previews["advantage"].view(3, 7).argsort(1)
+    kept = torch.cat([order[:, :2], order[:, -2:]], 1).sort(1).values
+    rows = (kept + 7 * torch.arange(3)[:, None]).flatten()
+    found = scouted(tmp_path, 2)
+    assert_close(found.examples["latents"], finals["latents"][rows])
+    first, last = (one["scores"]["redness"][rows].view(3, 4) for one in (previews, finals))
+    expected = sum(map(spearman, first, last)) / 3
+    assert found.metrics["scouts/rank_correlation"] == pytest.approx(expected)
+
+
+def test_scouts_with_constant_rewards_take_the_first_and_the_last(tmp_path):
+    found = scouted(tmp_path, 2, new_rewards(redness=0.0))
+    whole = batch_of(opened(groups(tmp_path, SEVEN), new_learner(trained_policy(3)))).examples
+    rows = [7 * i + k for i in range(3) for k in (0, 1, 5, 6)]
+    assert_close(found.examples["latents"], whole["latents"][rows])
+    assert found.examples["advantage"].abs().max() == 0
+    assert math.isnan(found.metrics["scouts/rank_correlation"])
+
+
+def test_the_plan_counts_previews_and_samples(tmp_path):
+    cfg = groups(tmp_path, SEVEN, advantages={"extremes": 2}, scout_steps=3)
+    costs, policy = Costs(), trained_policy(3)
+    costs.count(policy.denoiser)
+    rewards = Rewards([Redness()], {"redness": 1.0}, costs=costs)
+    batch_of(opened(cfg, new_learner(policy), rewards))
+    work = cfg.plan(context(rewards), policy.plan(), 1).work
+    assert work.evaluations["sampling"] == 3 * (7 * 3 + 4 * 4) == costs.network_evaluations
+    assert work.decodes == 3 * (7 + 4) == costs.decodes
 
 
 @pytest.mark.parametrize(("rule", "left"), [("drop_sample", 8), ("drop_group", 8)])
@@ -367,6 +425,18 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
     wrong = {
         r"credit is Gain, which credits stochastic": {"credit": Gain()},
         r"recipe.data.advantages.extremes is 3: the best": {"advantages": {"extremes": 3}},
+        r"shorten_extremes is true, but advantages.extremes": {
+            "advantages": {"shorten_extremes": True}
+        },
+        r"scout_steps is 2; .* needs advantages.extremes, which is null": {"scout_steps": 2},
+        r"scout_steps is 5; it must be at most": {"scout_steps": 5, "advantages": {"extremes": 1}},
+        r"scout_steps previews samples, but with noise": {
+            **{"sampling": STOCHASTIC, "scout_steps": 2, "advantages": {"extremes": 1}}
+        },
+        r"seeds_per_prompt is 1, but recipe.data.scout_steps chooses": {
+            "sampling": {"seeds_per_prompt": 1},
+            **{"scout_steps": 2, "advantages": {"extremes": 1}},
+        },
         r"recipe.data.clean is completion, but credit null values": {"clean": "completion"},
         r"samples_per_prompt is 1, so a group has": {"sampling": {"samples_per_prompt": 1}},
         r"recipe.data.advantages.scale is given": {"advantages": {"scale": "given"}},
