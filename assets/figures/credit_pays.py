@@ -25,11 +25,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, variance
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr, t
 from torch import Tensor, nn
 
 from flowalign.credit import MixedAdvantage
@@ -72,8 +73,9 @@ CORNERS = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]]) / 2**0.5
 STEPS, ETA, CHILDREN = 8, 0.7, 4
 NOISES = (0.0, 0.3, 0.6, 2.24)
 """Deviation of the reward noise in deviations of the reward; 2.24: a reader that explains 17 %."""
-RATES, TUNING_SEEDS, SEEDS = (2e-4, 6e-4, 2e-3), (101, 102), (0, 1, 2, 3, 4)
-TUNED_AT = 0.3
+RATES, TUNING_SEEDS, SEEDS = (2e-4, 6e-4, 2e-3), (101, 102), (0, 1, 2)
+TUNED_AT = {0.0: 0.3, 0.3: 0.3, 0.6: 0.3, 2.24: 2.24}
+"""Noise at which the rate of an arm is tuned; with 2.24, with the first tuning seed only."""
 UPDATES = 24
 ALONE = Processes(0, 1, torch.device("cpu"))
 
@@ -461,11 +463,11 @@ def stored(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def best_rate(rows: Sequence[dict[str, Any]], world: str, arm: str) -> float:
+def best_rate(rows: Sequence[dict[str, Any]], world: str, arm: str, noise: float) -> float:
     """Return the rate with the best mean over the tuning seeds."""
 
     def tuned(rate: float) -> float:
-        same = [r for r in rows if key(r)[:5] == ("tune", world, arm, TUNED_AT, rate)]
+        same = [r for r in rows if key(r)[:5] == ("tune", world, arm, TUNED_AT[noise], rate)]
         return mean(r["curve"][-1]["ode"] for r in same)
 
     return max(RATES, key=tuned)
@@ -484,6 +486,104 @@ def complete(folder: Path, wanted: Sequence[Asked], part: str) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
+def results(folder: Path) -> dict[str, Any]:
+    """Return the final rewards and distances, the gains over outcome, and their agreement."""
+    rows = stored(folder)
+    predicted = json.loads((HERE / "credit_pays_law.json").read_text())
+    found: dict[str, Any] = {"rates": {}, "final": {}, "gain": {}, "detectable": {}}
+    pairs = []
+    for world in WORLDS:
+        found["rates"][world] = {
+            str(s): {arm: best_rate(rows, world, arm, s) for arm in ARMS} for s in (0.3, 2.24)
+        }
+        for noise in NOISES:
+            name, last = f"{world}, {noise:g}", {}
+            for arm in ARMS:
+                rate = best_rate(rows, world, arm, noise)
+                asked = ("train", world, arm, noise, rate)
+                same = [r for r in rows if key(r)[:5] == asked]
+                last[arm] = {r["seed"]: r["curve"][-1] for r in same}
+            found["final"][name] = {
+                arm: {m: [one[m] for one in seeds.values()] for m in ("ode", "sde", "distance")}
+                for arm, seeds in last.items()
+            }
+            spread = mean(
+                variance([one["ode"] for one in seeds.values()]) for seeds in last.values()
+            )
+            count = min(len(seeds) for seeds in last.values())
+            # The standard error of a difference of two means, times the quantile of t.
+            quantile = float(t.ppf(0.975, len(ARMS) * (count - 1)))
+            found["detectable"][name] = quantile * (2 * spread / count) ** 0.5
+            centre = mean(one["ode"] for one in last["outcome"].values())
+            start = predicted[world]["reward"]["ode"]
+            found["gain"][name] = {
+                arm: mean(one["ode"] for one in seeds.values()) - centre
+                for arm, seeds in last.items()
+            }
+            for arm in ARMS:
+                if arm != "outcome":
+                    real = found["gain"][name][arm] / (centre - start)
+                    pairs.append((predicted[world]["predicted gain"][str(noise)][arm], real))
+    found["pairs"] = pairs
+    found["rank correlation"] = float(spearmanr(*zip(*pairs, strict=True)).statistic)
+    return found
+
+
+COLOURS = {
+    "outcome": "#444444",
+    "comb, ODE": "#d95f02",
+    "comb, common noise": "#7570b3",
+    "mixed": "#1b9e77",
+    "mixed, late": "#e7298a",
+    "mixed, late, equal calls": "#e6ab02",
+}
+
+
+def draw(content: dict[str, Any], place: Path) -> None:
+    """Draw the law per step, and the reward of each arm against the noise of the reward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    law_of = json.loads((HERE / "credit_pays_law.json").read_text())
+    fig, panels = plt.subplots(1, 3, figsize=(14, 4.8), dpi=100, layout="constrained")
+    steps = range(STEPS - 1)
+    exact = {
+        "Words, glyphs": law_of["Words"]["glyph"]["gain"],
+        "Words, OCR reader": law_of["Words"]["ocr"]["gain"],
+        "letters": law_of["letters"]["gain of siblings per step"]["0.0"]["training costs 3"],
+        "letters, noise 2.24": law_of["letters"]["gain of siblings per step"]["2.24"][
+            "training costs 3"
+        ],
+        "points": law_of["points"]["gain of siblings per step"]["0.0"]["training costs 3"],
+    }
+    for (name, gain), style in zip(exact.items(), ("o-", "o--", "s-", "s--", "^-"), strict=True):
+        panels[0].plot(steps, gain, style, label=name, markersize=5)
+    panels[0].axhline(1, color="black", linewidth=1)
+    panels[0].set(yscale="log", xlabel="denoising step", title="gain of siblings, by the law")
+    panels[0].set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    panels[0].minorticks_off()
+    panels[0].legend(frameon=False, fontsize=9)
+    for panel, world in zip(panels[1:], WORLDS, strict=True):
+        for i, (arm, colour) in enumerate(COLOURS.items()):
+            values = [content["final"][f"{world}, {noise:g}"][arm]["ode"] for noise in NOISES]
+            x = [j + (i - 2.5) * 0.1 for j in range(len(NOISES))]
+            # The interval of a mean, from the deviation pooled over the arms.
+            half = [content["detectable"][f"{world}, {s:g}"] / 2**0.5 for s in NOISES]
+            centre = [mean(v) for v in values]
+            panel.errorbar(x, centre, half, fmt="o", color=colour, label=arm, markersize=5)
+        panel.axhline(law_of[world]["reward"]["ode"], color="black", linewidth=1, linestyle=":")
+        panel.set(xlabel="noise of the reward, in deviations", title=f"{world}: reward at the end")
+        panel.set_xticks(range(len(NOISES)), [f"{noise:g}" for noise in NOISES])
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[1].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    fig.savefig(place)
+
+
 def main() -> None:
     """Run the requested part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -500,13 +600,19 @@ def main() -> None:
         place = HERE / "credit_pays_law.json"
         place.write_text(json.dumps({"evaluations": costs} | found, indent=1) + "\n")
     if args.what == "tune":
-        trials = [(rate, seed) for seed in TUNING_SEEDS for rate in RATES]
-        same = [(w, arm, TUNED_AT) for w in args.worlds for arm in ARMS]
-        complete(args.folder, [("tune", *g, *trial) for trial in trials for g in same], args.part)
+        trials = [(0.3, rate, seed) for seed in TUNING_SEEDS for rate in RATES]
+        trials += [(2.24, rate, TUNING_SEEDS[0]) for rate in RATES]
+        runs = [("tune", w, arm, *one) for one in trials for w in args.worlds for arm in ARMS]
+        complete(args.folder, runs, args.part)
     if args.what == "train":
         rows = stored(args.folder)
-        chosen = {g: best_rate(rows, *g[:2]) for g in grid}
+        chosen = {g: best_rate(rows, *g) for g in grid}
         complete(args.folder, [("train", *g, chosen[g], i) for i in SEEDS for g in grid], args.part)
+    if args.what == "draw":
+        found = results(args.folder)
+        (HERE / "credit_pays.json").write_text(json.dumps(found, indent=1) + "\n")
+        draw(found, HERE / "credit_pays.png")
+        print(json.dumps({k: found[k] for k in ("gain", "rank correlation")}))  # noqa: T201
 
 
 if __name__ == "__main__":
