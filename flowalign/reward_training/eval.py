@@ -131,6 +131,7 @@ def _agreement(table: ScoredTable, dim: str, column: str, settings: Settings) ->
         "pairs": len(lead),
         "human_ties": int((human == 0).sum()),
         "score_ties": int(((lead == 0) & (human != 0)).sum()),
+        "annotators_agree": _annotators_agree(table, column),
         "unscored": compared.unscored,
         "tie_threshold": agreement.best_tie_threshold(lead, human).threshold,
         "temperature": agreement.temperature(lead, share) if len(lead) else math.nan,
@@ -141,6 +142,22 @@ def _agreement(table: ScoredTable, dim: str, column: str, settings: Settings) ->
             if n
         ],
     }
+
+
+def _annotators_agree(table: ScoredTable, column: str) -> float:
+    """Return how often two annotators of a record agree; NaN unless the column counts votes."""
+    if not column.startswith("votes/"):
+        return math.nan
+    votes, (_, index) = table.humans[column], table.record.unique(return_inverse=True)
+    known = votes.isfinite()
+    votes, index = votes[known].double(), index[known]
+    total = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64)
+    same = total.scatter_add(0, index, votes * (votes - 1))
+    total = total.scatter_add(0, index, votes)
+    counted = total > 1
+    if not counted.any() or (votes != votes.round()).any():
+        return math.nan
+    return float((same[counted] / (total * (total - 1))[counted]).mean())
 
 
 def _pair_measures(compared: ScoredPairs, settings: Settings) -> dict[str, Measure]:

@@ -60,6 +60,17 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
         + (f"; {ties:,} equal scores count half" if (ties := rows[0]["score_ties"]) else "")
         + "."
         + (" This is not above chance." if found["low"] <= 0.5 or found["value"] <= 0.5 else "")
+        + _ceiling(rows[0]["annotators_agree"])
+    )
+
+
+def _ceiling(share: float) -> str:
+    """Return a sentence on the agreement between annotators; "" if it is unknown."""
+    if not math.isfinite(share):
+        return ""
+    return (
+        f" Two annotators agree in {100 * share:.1f} % of the cases, the ceiling of agreement with "
+        "one annotator."
     )
 
 

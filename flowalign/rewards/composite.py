@@ -56,7 +56,7 @@ class Rewards:
     """Thread of each model that was called, by the `id()` of the model."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for weights without models, or dimensions of several models."""
+        """Raise ValueError for weights of unknown dimensions, or dimensions of several models."""
         if not self.models and self.weight_of:
             raise ValueError(f"rewards is empty, but there are weights of {sorted(self.weight_of)}")
         for model in self.models:
@@ -65,6 +65,11 @@ class Rewards:
         repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
         if repeated:
             raise ValueError(f"reward dimensions {repeated} come from more than one model")
+        if unknown := sorted(self.weight_of.keys() - set(self.dims)):
+            raise ValueError(
+                f"weights name unknown reward dimensions {unknown}; "
+                f"there are {', '.join(self.dims)}"
+            )
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
         if not self.weights.isfinite().all():
             raise ValueError(f"weights of rewards must be finite numbers, got {self.weight_of}")

@@ -66,6 +66,29 @@ def ranked(ranking: str, count: int) -> dict[str, Any]:
     return RANKED | {"paths_generated": [*"abcd"[:count]], "human_vote": {"ranking": ranking}}
 
 
+def answer(*parts: list[str]) -> dict[str, Any]:
+    return {"model_name": "m", "response_content": list(parts)}
+
+
+MMRB2 = {
+    "id": "emu-edit_7",
+    "prompt_content": [["image", "s"], ["text", "make it"], ["text", "red"]],
+    "response_a": answer(["image", "a"]),
+    "response_b": answer(["text", "here it is"], ["image", "b"]),
+    "chosen": "B",
+    "human_annotations": [1, 2, 1],
+}
+MMRB2_COLUMNS = {
+    "pair_id": "hq-edit_1",
+    "prompt_text": "<image_1> make the <image_2> of it",
+    "prompt_images": [{"bytes": b"s", "path": None}, {"bytes": b"t", "path": None}],
+    "response_a_text": "",
+    "response_a_images": [{"bytes": b"a", "path": None}],
+    "response_b_text": "<image_1>",
+    "response_b_images": [{"bytes": b"b", "path": None}],
+    "response_a_model": "m",
+    "chosen": "a",
+}
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 LOCAL = {"caption": "p", "positive": "a", "negative": "b", "mask": "m.safetensors"}
 LOCAL_AS_PUBLISHED = {
@@ -191,6 +214,34 @@ GOOD: dict[str, list[Case]] = {
             }.items()
         ),
         (ranked("A=B=Bad", 2), {"ranks": TIED, "both_bad": ("overall",)}),
+    ],
+    "mmrb2": [
+        (
+            MMRB2,
+            {
+                "id": "emu-edit_7",
+                "prompt": "make it\nred",
+                "ranks": LOST,
+                "media": "ab",
+                "references": "s",
+                "metadata": {"human_annotations": [1, 2, 1]},
+            },
+        ),
+        (
+            MMRB2 | {"prompt_content": [["text", "a cat"]], "chosen": "A"},
+            {"prompt": "a cat", "ranks": OVERALL, "references": ""},
+        ),
+        (
+            MMRB2_COLUMNS,
+            {
+                "id": "hq-edit_1",
+                "prompt": "make the\nof it",
+                "ranks": OVERALL,
+                "media": "ab",
+                "references": "st",
+                "metadata": {"response_a_model": "m"},
+            },
+        ),
     ],
     "chosen_rejected": [
         (
@@ -363,6 +414,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (EDIT, {"model1_overall_score": 5}, "row 2: path2 has the higher overall score, 6 to 5"),
     (ranked("A>B", 2), ranked("A>B>C", 2), "'A>B>C' does not rank the 2 edits"),
     (ranked("A>B", 2), {"human_vote": {"preference": "A"}}, "human_vote has no ranking"),
+    (MMRB2, {"chosen": "C"}, "chosen is 'C'; expected A or B"),
+    (MMRB2, {"response_a": answer(["text", "no"])}, "response_a has 0 images; only pairs of one"),
+    (MMRB2, {"response_b": answer(["image", "x"], ["image", "y"])}, "response_b has 2 images"),
+    (MMRB2, {"response_b": "text"}, "response_b is not a list of [text or image, content]"),
+    (MMRB2, {"prompt_content": [["sound", "x"]]}, "prompt is not a list of [text or image"),
     (PAIR, {"chosen_score": "high", "rejected_score": 1}, "chosen_score is 'high', not a number"),
     (PAIR, {"chosen_score": 1, "rejected_score": "nan"}, "not a finite number"),
     (
@@ -439,6 +495,50 @@ def test_image_reward_db_rows_of_a_prompt_are_one_record(tmp_path):
     assert (first.ratings, first.metadata["classification"]) == (ratings, "animals")
     again = open_dataset(jsonl(tmp_path, *rows, row("p1", "e", 1, 1)))
     assert [record.problem[:12] for record in again] == ["", "", "duplicate id"]
+
+
+def compared(sample: str, kind: str, ranking: str) -> dict[str, Any]:
+    """A row of the hub's table: edits A, B, C of a sample are the bytes a, b, c."""
+    first, second = kind.lower().split("vs")
+    return {
+        "id": f"{sample}_{kind}",
+        "instruction": f"edit {sample}",
+        "source_image": {"bytes": b"s", "path": None},
+        "candidate_1": {"bytes": first.encode(), "path": None},
+        "candidate_2": {"bytes": second.encode(), "path": None},
+        "ranking": ranking,
+        "comparison_type": kind,
+        "dataset": "3pair",
+        "score_1": 1.0,
+    }
+
+
+def test_the_comparisons_of_a_sample_are_one_ranking(tmp_path):
+    said = (("s1", "AvsB", "B>A"), ("s1", "AvsC", "C>A"), ("s1", "BvsC", "B>C"))
+    rows = [compared(*one) for one in (*said, ("s2", "AvsB", "A=B"))]
+    dataset = open_dataset(table(tmp_path, *rows))
+    assert dataset.schema.name == "edit_reward_bench_pairs"
+    first, second = dataset
+    assert (first.id, first.prompt) == ("s1", "edit s1")
+    assert (names(first.media), names(first.references)) == ("abc", "s")
+    assert (first.ranks, first.metadata) == ({"overall": [3, 1, 2]}, {"dataset": "3pair"})
+    assert (second.id, second.ranks) == ("s2", {"overall": [1, 1]})
+
+
+@pytest.mark.parametrize(
+    ("rankings", "problem"),
+    [
+        (("A>B", "C>A", "B>C"), "contradict each other"),
+        (("A=B", "A=C", "B>C"), "contradict each other"),
+        (("A>B", "A>C"), "its rows compare A with B, A with C, not each of A, B, C once"),
+        (("A>B", "A>B", "B>C"), "ranking 'A>B' does not compare A and C"),
+    ],
+)
+def test_comparisons_that_make_no_ranking_are_a_bad_row(tmp_path, rankings, problem):
+    kinds = ("AvsB", "AvsC", "BvsC")
+    rows = [compared("s", kind, said) for kind, said in zip(kinds, rankings, strict=False)]
+    (record,) = open_dataset(table(tmp_path, *rows))
+    assert problem in record.problem
 
 
 def test_a_list_inside_an_object_and_csv_are_read_too(tmp_path):

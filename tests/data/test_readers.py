@@ -246,4 +246,4 @@ def test_the_stamp_of_a_record_follows_its_files_and_its_row(tmp_path, monkeypat
 
 
 def test_every_schema_has_a_name_of_its_own():
-    assert len(readers.SCHEMAS) == 16
+    assert len(readers.SCHEMAS) == 18

@@ -344,6 +344,8 @@ def test_equal_scores_count_half_in_the_headline_and_chance_is_named(tmp_path):
     assert "the order is right in 50.0 % of 40 pairs" in told
     assert "40 equal scores count half" in told
     assert "This is not above chance." in told
+    # Pairs of four votes: 6 of 6 agree in one half, 3 of 6 in the other.
+    assert "Two annotators agree in 75.0 % of the cases, the ceiling of agreement" in told
 
 
 def test_people_who_decided_on_nothing_get_a_page_too(tmp_path):

@@ -80,6 +80,10 @@ class Fields:
             return None
         return replace(self.medium(REQUEST_MASK), background="black")
 
+    def of(self, value: Any, name: str) -> Media:
+        """Return an image or video from a value inside a column; messages call it `name`."""
+        return self._medium(value, name, None)
+
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns except `used` that hold numbers, texts, lists or structs."""
         fields = self.row.fields.items()
@@ -182,6 +186,8 @@ class Schema:
     """Function that converts the rows of a group, and a default id, to a record."""
     group: str = ""
     """Column for grouping: adjacent rows with equal values form one record; empty: no grouping."""
+    group_end: str = ""
+    """Separator that ends the group name in the column `group`; empty: the name is the value."""
 
     def fits(self, columns: Set[str]) -> bool:
         """Return whether all required columns are present."""
@@ -193,7 +199,8 @@ class Schema:
 
     def group_of(self, row: Row) -> object:
         """Return the group name of a row, equal for all rows of one record."""
-        return row.fields.get(self.group, row.where)
+        value = row.fields.get(self.group, row.where)
+        return str(value).partition(self.group_end)[0] if self.group_end else value
 
     def needs(self) -> str:
         """Return the required columns, with their alternatives, for messages."""
