@@ -15,6 +15,7 @@ GROUP_IDS = "losses/matching/groups.py"
 """File that exchanges ids of groups, which float32 would round."""
 RECIPES = {
     "policy gradient": (["configs/shapes.yaml"], FEW),
+    "kept graphs": (["configs/shapes.yaml"], [*FEW, "recipe.keep_graphs=true"]),
     "branches": (["configs/shapes_tempflow.yaml"], FEW),
     "values of all states": ([MODEL, "configs/methods/dense_grpo.yaml"], FEW),
     "critic": ([MODEL, "configs/methods/critic.yaml"], FEW),
