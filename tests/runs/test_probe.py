@@ -259,6 +259,7 @@ def test_the_variance_of_a_linear_chain_is_that_of_its_steps(tmp_path):
     """x' = a x + b e, so step k causes (b_k a_{k+1} ...)^2 / 3, and all together the total."""
     run = new_run(tmp_path / "run", new_recipe(), [Brightness()])
     found = outcome_variance(run, open_run(run), 1500)
+    assert found is not None
     sigmas, eta, one = torch.linspace(1, 0, 5), torch.tensor([0.8] * 3 + [0.0]), torch.ones(1, 3)
     each = [transition(FlowSDE(), one, one, sigmas, k, eta[k : k + 1]) for k in range(4)]
     a, b = [float(step.mean[0, 0]) for step in each], [float(step.std.max()) for step in each]
