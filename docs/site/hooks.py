@@ -19,8 +19,6 @@ FIGURES = DOCS.parent / "assets" / "figures"
 _FIGURE_LINK = re.compile(r"\]\((?P<up>(?:\.\./)*)\.\./assets/figures/")
 _NOTEBOOK_LINK = re.compile(r"(?<=\]\()(?P<page>[\w./]+)\.ipynb(?=\))")
 _INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
-_BADGE = re.compile(r"^\[!\[Open in Colab\]\(.*\)\s*$", re.MULTILINE)
-"""Badge of a notebook, with the address of the repository."""
 _NEEDS = re.compile(r"^<!-- (needs|takes): (.+) -->$", re.MULTILINE)
 _API = "reference/api/"
 _HEADING = re.compile(r'<h\d id="([\w.]+)" class="doc doc-heading">')
@@ -57,13 +55,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Link copied figures and pages of notebooks, include code, and note what a block needs."""
     markdown = _FIGURE_LINK.sub(r"](\g<up>assets/figures/", markdown)
     markdown = _NOTEBOOK_LINK.sub(r"\g<page>.md", markdown)
     folder = (DOCS / page.file.src_uri).parent
-    if not config["repo_url"]:
-        markdown = _BADGE.sub("", markdown)
     markdown = _INCLUDE.sub(lambda found: _code(folder / found[1]), markdown)
     return _NEEDS.sub(lambda found: f"*{_note(found[1], found[2])}*\n", markdown)
 

@@ -11,7 +11,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 Notebook = dict[str, Any]
-_BADGE = re.compile(r"^\[!\[Open in Colab\]\(.*?\)\]\((?P<url>.*)\)$", re.MULTILINE)
 
 
 def read_notebook(path: Path) -> Notebook:
@@ -77,25 +75,22 @@ def _as_stream(text: str) -> list[dict[str, Any]]:
 
 
 def to_markdown(notebook: Notebook, name: str) -> str:
-    """Return a notebook as a page, with outputs and links to the file and to Colab.
+    """Return a notebook as a page, with outputs and a link to the file below its title.
 
     Args:
         notebook: Content of the file.
         name: Name of the file, which the page links to.
     """
-    parts = []
+    parts: list[str] = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            # The badge is an image on another host, and the site fetches nothing from others.
-            links = (
-                rf'[Open in Colab](\g<url>) | <a href="{name}" download>Download the notebook</a>'
-            )
-            parts.append(_BADGE.sub(links, source))
+            parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
         parts.extend(_format_output(output) for output in cell["outputs"])
-    return "\n\n".join(parts) + "\n"
+    link = f'\n\n<a href="{name}" download>Download the notebook</a>\n'
+    return "\n\n".join(parts).replace("\n", link, 1) + "\n"
 
 
 def _format_output(output: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
-import yaml
 
 from tests.fixtures.doc_pages import DOCS
 
@@ -52,26 +51,20 @@ def test_a_notebook_is_stored_with_small_outputs_of_no_machine(path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
-def test_a_notebook_opens_in_colab_and_has_a_page(path):
-    text = (DOCS / "site" / "properdocs.yml").read_text(encoding="utf-8")
-    url = yaml.load(text.partition("\nnav:")[0], yaml.BaseLoader)["repo_url"]
-    first = "".join(notebooks.read_notebook(path)["cells"][0]["source"])
-    repository = url.removeprefix("https://github.com/")
-    assert f"/github/{repository}/blob/main/docs/tutorials/{path.name})" in first
-    installed = f'"git+{url}"'
-    assert any(installed in "".join(cell["source"]) for cell in code_of(path))
-    assert f"tutorials/{path.stem}.md" in text
+def test_a_notebook_has_a_page_and_no_address_of_a_repository(path):
+    assert f"tutorials/{path.stem}.md" in (DOCS / "site" / "properdocs.yml").read_text("utf-8")
+    assert "github.com" not in path.read_text("utf-8")
 
 
 def test_a_page_has_the_code_and_the_outputs_of_its_notebook():
     stream = {"output_type": "stream", "text": ["one\n", "two\n"]}
     figure = {"output_type": "display_data", "data": {"image/png": "QUJD"}}
     cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "\n", "[![Open in Colab](a)](b)\n"]},
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text.\n"]},
         {"cell_type": "code", "source": ["print(1)"], "outputs": [stream, figure]},
     ]
     page = notebooks.to_markdown({"cells": cells}, "some.ipynb")
-    assert '[Open in Colab](b) | <a href="some.ipynb" download>' in page
+    assert '# Title\n\n<a href="some.ipynb" download>Download the notebook</a>\n\nText.' in page
     assert "```python\nprint(1)\n```\n\n```text\none\ntwo\n```" in page
     assert "data:image/png;base64,QUJD" in page
 
