@@ -249,7 +249,7 @@ def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
     source, images = edited(tmp_path, 0)
     row = {"prompt": "p", "images": images, "references": [source]}
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mask": "mask.png"}))
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"request_mask": "mask.png"}))
     rows = whole(job(str(path), tmp_path / "out", UnchangedPixels()))
     assert [row["request_mask"] for row in rows[::2]] == [None, str(tmp_path / "mask.png")]
     bare, masked = rows[0]["unchanged_pixels"], rows[2]["unchanged_pixels"]

@@ -30,7 +30,8 @@ def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
     assert found
     for figures in found.values():
         assert "failed" not in figures, figures
-        assert all(math.isfinite(value) for value in figures.values())
+        numbers = [value for value in figures.values() if not isinstance(value, str)]
+        assert all(math.isfinite(value) for value in numbers)
     if part == "attention":
         assert {"native", "_native_math"} <= found.keys()
         assert found["_native_math"]["largest_difference"] == 0

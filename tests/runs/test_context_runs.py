@@ -208,7 +208,8 @@ def test_groups_that_leave_processes_over_are_refused_and_samples_count_by_group
         with pytest.raises(ValueError, match=rf"does not divide .* {world}: .*allowed here: 1"):
             plan(run, world)
     two, one = plan(run, 2), plan(load(VIDEO)[0], 1)
-    differing = {row for row in one if one[row] != two[row]}
-    assert differing <= {"memory, about", "memory of activations", "fits a GPU of"}
+    differing = {row for row in one if one[row] != two.get(row)}
+    memory = {"memory, about", "memory of activations", "fits a GPU of"}
+    assert differing <= memory | {"evaluations of the rollout"}  # groups cannot keep graphs
     assert one["memory of activations"].startswith("251 MB")
     assert two["memory of activations"].startswith("125 MB")

@@ -243,6 +243,7 @@ def test_without_any_reward_a_run_trains_evaluates_reports_and_resumes(written, 
         == set(summary["after"])
         == {
             "diversity",
+            "pixel_distance",
             "sharpness",
             "pairs/implicit_accuracy",
             "pairs/accuracy_per_draw",

@@ -107,8 +107,10 @@ def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
 def test_the_report_is_written_at_each_evaluation(run_file, monkeypatch):
     written = []
 
-    def write(folder, running=False):
-        written.append((running, len((folder / "metrics.jsonl").read_text().splitlines())))
+    def write(folder, running=False, rows=None):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert rows is None or rows == [json.loads(line) for line in lines]
+        written.append((running, len(lines)))
 
     monkeypatch.setattr("flowalign.runs.train_session.write_report", write)
     assert exit_code("train", run_file, "--num_steps", 2, "--evaluation.every", 1) == 0
