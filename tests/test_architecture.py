@@ -78,12 +78,6 @@ def test_every_module_lies_in_a_room():
     assert {p.name for p in (ROOT / "flowalign").glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
-def test_rooms_import_rooms_instead_of_the_package_above_them():
-    """The package offers functions of its rooms, so only its version is for them."""
-    above = re.compile(r"^ *(?:import flowalign|from flowalign import (?!__version__).*)$", re.M)
-    assert found_in_files(above.findall) == {}
-
-
 COMPLETE = {"loop", "rewards", "values", "policy"}
 """Names of objects that are complete after construction."""
 COMPLETED = {

@@ -21,11 +21,7 @@ from flowalign.types import Loadable, MediaBatch, RewardModel
 def call_reward(
     model: RewardModel, media: Any, prompts: Sequence[str] | str = "", **columns: Sequence[Any]
 ) -> list[float] | dict[str, list[float]]:
-    """Load the model if necessary, and return a score per image or video.
-
-    `media` are PIL images, paths or tensors in [0, 1]; `columns` are further metadata. The result
-    is a list, or a list by name for models with several dimensions. A failed score is NaN, with a
-    warning that has the reason.
+    """Return the scores of images or videos; see `RewardModel.__call__`.
 
     Raises:
         ValueError: The media have an unknown form, or another number than the prompts or a column.
@@ -46,7 +42,7 @@ def call_reward(
         output = model.score(batch)
         values[same] = output.values
         for i, reason in output.reasons.items():
-            warnings.warn(f"{model.spec.name}: sample {same[i]}: {reason}", stacklevel=2)
+            warnings.warn(f"{model.spec.name}: sample {same[i]}: {reason}", stacklevel=3)
     if len(model.spec.dims) == 1:
         return values[:, 0].tolist()
     return dict(zip(model.spec.dims, values.T.tolist(), strict=True))

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+import flowalign
 from flowalign.types.component import Component
 from flowalign.types.request import MediaBatch, Request
 
@@ -240,6 +241,18 @@ class RewardModel(Component, ABC):
         If the media require a gradient, the values have one; a model that is not differentiable
         rejects such a batch.
         """
+
+    def __call__(
+        self, media: Any, prompts: Sequence[str] | str = "", **columns: Sequence[Any]
+    ) -> list[float] | dict[str, list[float]]:
+        """Load the model if necessary, and return a score per image or video.
+
+        `media` are PIL images, paths or tensors in [0, 1]; `columns` are further metadata. The
+        result is a list, or a list by name for models with several dimensions. A failed score is
+        NaN, with a warning that has the reason.
+        """
+        # Types are below the rooms that decode media, so the package offers the function.
+        return flowalign.call_reward(self, media, prompts, **columns)
 
     @property
     def caveat(self) -> str:

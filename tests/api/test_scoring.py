@@ -1,7 +1,6 @@
 """Images and datasets are scored from Python, and their scores become pairs that train."""
 
 import io
-from functools import partial
 
 import pytest
 import torch
@@ -25,16 +24,16 @@ def jpg(image):
 
 
 def test_a_published_reward_scores_images_paths_and_tensors(tmp_path):
-    score = partial(flowalign.call_reward, flowalign.rewards.JpegSize())
+    model = flowalign.rewards.JpegSize()
     (first, *_) = images()
     first.save(tmp_path / "red.png")
     pixels = torch.zeros(1, 3, 32, 32)
     pixels[:, 0] = 1
-    assert score([first]) == score([tmp_path / "red.png"]) == score(pixels)
+    assert model([first]) == model([tmp_path / "red.png"]) == model(pixels)
     with pytest.raises(ValueError, match="prompts has 2 entries for 1"):
-        score([first], ["a", "b"])
+        model([first], ["a", "b"])
     with pytest.raises(ValueError, match=r"media\[0\] is int"):
-        score([3])
+        model([3])
 
 
 @pytest.mark.slow
