@@ -188,7 +188,7 @@ def _run_benchmark(args: argparse.Namespace) -> int:
         )
         return 0
     Console().print(Markdown(write_report(run)))
-    say(f"results.json, results.md and results.html: {out}")
+    say(f"results.json, results.md, results.tex and results.html: {out}")
     return 0
 
 

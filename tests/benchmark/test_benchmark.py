@@ -93,7 +93,7 @@ def test_four_shards_and_a_resumed_run_write_what_one_run_writes(folder):
     assert not Path("parts/results.json").exists()
     evaluate(*options, "--out", "parts")
     whole = fingerprint("whole")
-    assert len(whole) == 2 * (20 + 7) + 4
+    assert len(whole) == 2 * (20 + 7) + 5
     assert fingerprint("parts") == whole
     Path("parts/base/items/00002.json").unlink()
     Path("parts/base/media/000001-02.png").unlink()
@@ -129,11 +129,13 @@ def test_results_are_of_all_items_and_pair_the_models(folder):
 
 def test_tables_and_page_hold_deviations_published_numbers_and_images(folder):
     evaluate("--data", "data.jsonl", "--weights", "redder", "--out", "out", "--count", "2")
-    markdown = Path("out/results.md").read_text()
+    markdown, latex = (Path(f"out/results.{kind}").read_text() for kind in ("md", "tex"))
     assert markdown.startswith("| metric | prompts | base | redder | change |\n| --- |")
     assert "- Deviation: images per row is 2, the card says 4." in markdown
     assert "- Not fixed by the authors: guidance, here not set." in markdown
     assert "| M | green | 1 | none | x |" in markdown
+    assert r"% Redness & co" in latex
+    assert r"redness: short & 2 & " in latex
     page = Path("out/results.html").read_text()
     assert "Redness &amp; co" in page
     for heading in ("Best", "Worst", "Improved most"):

@@ -80,6 +80,7 @@ def _read_size(policy: Mapping[str, Any]) -> Mapping[str, Any]:
     return policy.get("video") or policy
 
 
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
 INTERVAL = (
     f"Brackets: 95 % interval of {REPEATS} bootstrap resamples of whole prompts; "
     "differences use the same resamples for both models."
@@ -111,7 +112,7 @@ class Results:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write `results.json` and `results.md`."""
+    """Write `results.json`, `results.md` and `results.tex`."""
     content = {
         "benchmark": results.name,
         "title": results.card.title,
@@ -128,6 +129,7 @@ def write_results(folder: Path, results: Results) -> None:
     }
     write_json(folder / "results.json", content)
     write_text(folder / "results.md", to_markdown(results))
+    write_text(folder / "results.tex", to_latex(results))
 
 
 def heads(results: Results) -> list[str]:
@@ -200,3 +202,17 @@ def to_markdown(results: Results) -> str:
             for one in results.card.published
         ]
     return "\n".join(text) + "\n"
+
+
+def to_latex(results: Results) -> str:
+    """Return the table for the package booktabs, with the deviations as comments."""
+    head = heads(results)
+    lines = [f"% {sentence}" for sentence in describe(results)]
+    lines += [f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", "\\toprule", _latex_row(head)]
+    lines += ["\\midrule", *map(_latex_row, rows(results)), "\\bottomrule", "\\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    escaped = ["".join(_LATEX.get(letter, letter) for letter in cell) for cell in cells]
+    return " & ".join(escaped) + r" \\"
