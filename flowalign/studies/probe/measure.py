@@ -199,7 +199,7 @@ class OutcomeVariance:
     prompt: Float[Tensor, "R"]
     """Variance among the independent samples of a prompt."""
     noise: Float[Tensor, "R"]
-    """Variance of the scorer's error, from pictures that are moved by one pixel."""
+    """Variance of the scorer's error, from images that are moved by one pixel."""
     gain: Float[Tensor, "K"]
     """Gain of siblings over outcomes by the weighted sum, see `sibling_gain`."""
 
@@ -249,7 +249,7 @@ def outcome_variance(
 
 
 def _score_moved(learner: Learner, rewards: Rewards, found: Trajectory) -> Float[Tensor, "n R"]:
-    """Return the rewards of the final pictures, moved by one pixel."""
+    """Return the rewards of the final images, moved by one pixel."""
     scored, size = [], len(found.requests)
     for rows in torch.arange(size).split(found.group_size):
         asked = [found.requests[int(i)] for i in rows]
