@@ -60,6 +60,7 @@ from .questions.checklist import (
 )
 from .questions.context_consistency import ContextConsistency as ContextConsistency
 from .questions.soft_tifa import SoftTIFA as SoftTIFA
+from .questions.spectra_reward import SpectraReward as SpectraReward
 from .questions.vqa_score import (
     ClipFlanT5 as ClipFlanT5,
     VQAScore as VQAScore,

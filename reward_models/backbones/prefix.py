@@ -9,7 +9,7 @@ padding (`assets/bench/checklist_prefix.py`). It needs attention with masks: SDP
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -54,8 +54,8 @@ class PackedQuestions:
     """Index of the question that a token belongs to; -1 is padding."""
     offset: Int[Tensor, "n T"]
     """Distance of a token from the first token of its question."""
-    last: Int[Tensor, "n questions"]
-    """Index of each question's last token."""
+    last: Int[Tensor, "n places"]
+    """Indices of the tokens whose successor is wanted: each question's last one, or all."""
 
     def mask(self, prefix: int) -> Bool[Tensor, "n 1 T L"]:
         """Return the attention mask: the whole prefix, and the same question up to the token."""
@@ -85,6 +85,13 @@ def pack_questions(questions: Sequence[Sequence[Sequence[int]]]) -> PackedQuesti
     return PackedQuestions(
         padded(tokens, 0), padded(owner, -1), padded(offset, 0), lengths.cumsum(1) - 1
     )
+
+
+def pack_texts(texts: Sequence[Sequence[Sequence[int]]]) -> PackedQuestions:
+    """Pack one text per sample, and want the successor of every token."""
+    packed = pack_questions(texts)
+    every = torch.arange(packed.tokens.shape[1]).expand_as(packed.tokens)
+    return replace(packed, last=every)
 
 
 K = TypeVar("K")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
@@ -162,7 +162,29 @@ class QwenYesNo(YesNoJudge):
     ) -> Float[Tensor, "n questions"]:
         """Return `read(logits, rows)`, with the answers' logits [n, questions, V], for all rows."""
         self.load()
-        answers = torch.empty(len(batch), len(questions[0]))
+        tails = [[self.tail(question) for question in row] for row in questions]
+        answers = self.read_logits(batch, tails, read, pack_questions)
+        return answers.masked_fill(self.find_special(questions), torch.nan)
+
+    def find_special(self, questions: Sequence[Sequence[str]]) -> Bool[Tensor, "n questions"]:
+        """Return which questions contain a special token."""
+        special = self.processor.tokenizer.all_special_tokens
+        return torch.tensor(
+            [[any(token in question for token in special) for question in row] for row in questions]
+        )
+
+    def read_logits(
+        self,
+        batch: MediaBatch,
+        tails: Sequence[Sequence[Sequence[int]]],
+        read: Callable[[Tensor, Sequence[int]], Tensor],
+        pack: Callable[[Sequence[Sequence[Sequence[int]]]], PackedQuestions],
+    ) -> Float[Tensor, "n questions"]:
+        """Return `read(logits, rows)` for all rows, given the tokens that follow the media.
+
+        Logits [n, places, V] are those of the successors that `pack` wants.
+        """
+        answers = torch.empty(len(batch), len(tails[0]))
         alike: dict[int, list[int]] = defaultdict(list)
         frames = [self._frames(batch, i) for i in range(len(batch))]
         for i, chosen in enumerate(frames):
@@ -170,15 +192,11 @@ class QwenYesNo(YesNoJudge):
         for rows in alike.values():
             for start in range(0, len(rows), self.batch_size):
                 some = rows[start : start + self.batch_size]
-                tails = [[self._tail(question) for question in questions[i]] for i in some]
+                packed = pack([tails[i] for i in some])
                 with torch.set_grad_enabled(batch.media.requires_grad):
                     prefix = self._prefix(batch, some, [frames[i] for i in some])
-                    answers[some] = read(self._continue(prefix, pack_questions(tails)), some).cpu()
-        special = self.processor.tokenizer.all_special_tokens
-        bad = [
-            [any(token in question for token in special) for question in row] for row in questions
-        ]
-        return answers.masked_fill(torch.tensor(bad), torch.nan)
+                    answers[some] = read(self._continue(prefix, packed), some).cpu()
+        return answers
 
     def _frames(self, batch: MediaBatch, i: int) -> list[int]:
         total = batch.media.shape[1]
@@ -196,7 +214,7 @@ class QwenYesNo(YesNoJudge):
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
 
-    def _tail(self, question: str) -> list[int]:
+    def tail(self, question: str) -> list[int]:
         """Tokenise the text after the image or video, which starts at a special token."""
         text = self._prompt("image", question).partition(_VISION_END)[2]
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -61,6 +61,7 @@ RUNS = {
     "refl with pre-training": ("sd35_medium", "methods/refl", "tasks/refl_pretraining"),
     "hyper_align": ("sd35_medium", "methods/draft_lv", "tasks/hyper_align_sd35"),
     "visual questions": ("sd35_medium", "methods/draft_lv", "tasks/visual_questions"),
+    "spectra reward": ("sd35_medium", "methods/awm", "tasks/spectra_reward"),
     "soft counting": ("sd35_medium", "methods/draft_lv", "tasks/soft_counting"),
     "region reward": ("sd35_medium", "tasks/region_reward"),
     "unified reward": ("sd35_medium", "tasks/unified_reward"),
