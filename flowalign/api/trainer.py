@@ -18,7 +18,7 @@ from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.model_card import describe_subject
 from flowalign.runs.planning import plan, shorten_plan
 from flowalign.runs.session import Session, start
-from flowalign.runs.train_session import iterate, measure
+from flowalign.runs.train_session import explain_out_of_memory, iterate, measure
 from flowalign.training import checkpoint
 from flowalign.types import Request, RewardModel
 from flowalign.utils.console import get_log, table
@@ -84,6 +84,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: Ctrl-C stopped the run after a checkpoint; `resume=True` continues.
+        TrainingFailure: The GPU ran out of memory; the message lists settings that save some.
         """
         for _ in self:
             pass
@@ -95,6 +96,7 @@ class Trainer:
         world = int(os.environ.get("WORLD_SIZE", 1))
         with advise_in_python(), ExitStack() as stack:
             stack.enter_context(share_objects(self._inputs))
+            stack.enter_context(explain_out_of_memory(run, world))
             if is_main():
                 table(f"plan of {run.output_dir}", shorten_plan(plan(run, world)))
             keep = stack.enter_context(loaded_pipe.borrow(self.pipe))

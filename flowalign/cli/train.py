@@ -4,8 +4,7 @@ import argparse
 import os
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,7 +133,7 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
     """Print the plan, train, and print the outcome; store the command in the run directory."""
     from flowalign.runs.planning import plan, shorten_plan
     from flowalign.runs.session import start
-    from flowalign.runs.train_session import train
+    from flowalign.runs.train_session import explain_out_of_memory, train
     from flowalign.training import checkpoint
 
     log, run_file = get_log(), loaded.run
@@ -149,7 +148,7 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
         if is_main:
             table(f"plan of {folder}", shorten_plan(rows))
         notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
-        with _explain_shortage(run_file, world), notice:
+        with explain_out_of_memory(run_file, world), notice:
             session = start(run_file, loaded.annotate(), log, from_checkpoint, args.overwrite)
             with Journal(folder, args.command) if is_main else nullcontext():
                 summary = train(session)
@@ -176,20 +175,6 @@ def _continuation(folder: Path, args: argparse.Namespace) -> str:
     known = os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID or args.executor == "ray"
     by_others = "RANK" in os.environ and not known
     return shlex.join(words) + (", started by the same launcher" if by_others else "")
-
-
-@contextmanager
-def _explain_shortage(run_file: "Run", world: int) -> Iterator[None]:
-    """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
-    import torch
-
-    from flowalign.runs.planning import explain_shortage, memory_parts
-    from flowalign.training.learner import TrainingFailure
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise TrainingFailure(explain_shortage(error, memory_parts(run_file, world))) from error
 
 
 def _find_checkpoint(run_file: "Run", resume: str) -> Path | None:

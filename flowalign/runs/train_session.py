@@ -6,7 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from flowalign.runs.checks import (
     watch,
 )
 from flowalign.runs.config import Run
+from flowalign.runs.planning import explain_shortage, memory_parts
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.held_out_evaluation import (
@@ -47,6 +48,15 @@ def train(session: Session) -> dict[str, Any]:
     """Run the remaining steps, and write all files of the run directory; return the summary."""
     deque(iterate(session), maxlen=0)
     return session.summary
+
+
+@contextmanager
+def explain_out_of_memory(run: Run, world: int) -> Iterator[None]:
+    """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingFailure(explain_shortage(error, memory_parts(run, world))) from error
 
 
 def iterate(session: Session) -> Iterator[dict[str, float]]:

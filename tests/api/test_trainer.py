@@ -14,6 +14,7 @@ import flowalign
 from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import share_rewards
 from flowalign.rewards.checked import RewardError
+from flowalign.training.learner import TrainingFailure
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import (
     PROMPTS,
@@ -64,6 +65,20 @@ def test_a_failure_leaves_the_pipeline_as_it_was(dtype, tmp_path):
 
     with pytest.raises(RuntimeError, match=r"reward 'fails'.*out of paint"):
         new_trainer(pipe, tmp_path, fails).train()
+    assert describe(pipe) == before
+
+
+def test_a_script_is_told_what_would_save_memory(tmp_path, monkeypatch):
+    def backward(self, loss):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("flowalign.training.learner.Learner.backward", backward)
+    pipe = encode_once(open_sd3(tmp_path))
+    before = describe(pipe)
+    with pytest.raises(TrainingFailure, match="for activations") as failed:
+        new_trainer(pipe, tmp_path).train()
+    assert "\ntry: " in str(failed.value)
+    assert "--" not in str(failed.value)
     assert describe(pipe) == before
 
 
