@@ -17,8 +17,8 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
 from flowalign.types.trajectory import Completion
+from tests.fixtures.credited import Given
 from tests.fixtures.golden import GOLDEN, load
-from tests.fixtures.training import Given
 
 NAN = float("nan")
 HAND = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 2, 2, 2], [0, 2, 3, 3]])

@@ -21,16 +21,9 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
+from tests.fixtures.credited import Given, credited
 from tests.fixtures.pixel import Redness
-from tests.fixtures.training import (
-    Given,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
 DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False)]
 EVERY = [*DENSE, Outcome()]

@@ -19,9 +19,10 @@ from flowalign.training.rollouts.state_values import Experience
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting
+from tests.fixtures.credited import Given
 from tests.fixtures.pixel import Redness
 from tests.fixtures.small_run import new_run
-from tests.fixtures.training import PROMPTS, Given, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import PROMPTS, new_learner, new_recipe, new_rewards, train
 
 LEARNING = {"credit": LambdaReturn(), "critic": Critic()}
 GROUP = torch.arange(12) // 4

@@ -14,8 +14,8 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
+from tests.fixtures.credited import Given
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import Given
 
 COMB = Comb(children=2, common_noise=True)
 

@@ -18,16 +18,9 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests, step_of, steps_of
 from flowalign.types.trajectory import prompt_step_ids
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import (
-    ALONE,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 

@@ -37,17 +37,10 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
+from tests.fixtures.credited import Watching, credited
 from tests.fixtures.fake_run import fake_run
 from tests.fixtures.small_run import go, new_run
-from tests.fixtures.training import (
-    PROMPTS,
-    Watching,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-)
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards
 
 pytestmark = pytest.mark.slow
 

@@ -31,16 +31,9 @@ from flowalign.types import (
     RewardSpec,
     plain_requests,
 )
+from tests.fixtures.credited import Given, credited
 from tests.fixtures.pixel import Redness
-from tests.fixtures.training import (
-    Given,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 

@@ -29,12 +29,13 @@ from reward_models.signals.temporal import (
     TemporalFlicker,
 )
 from reward_models.wrappers.composed import Gated, PerFrame
+from tests.fixtures.credited import credited
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe
 from tests.fixtures.preference import train as matched
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
-from tests.fixtures.training import ALONE, credited, flat, new_learner, new_recipe, train
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 THREE = ["a", "bb", "ccc"]
 SPEEDS = (0, 1, 2, 4)

@@ -27,9 +27,10 @@ from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import RewardOutput, plain_requests
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import Redness
 from tests.fixtures.small_run import go, new_run
-from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards
 
 
 def one_batch(step_weight="uniform", micro_batch=5):

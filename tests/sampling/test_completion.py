@@ -15,9 +15,10 @@ from flowalign.training.rollouts.collecting import completion_values, finish_sta
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
 from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
+from tests.fixtures.credited import credited
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import credited, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import new_learner, new_recipe, new_rewards
 
 T = 5
 EVERY = Completion()

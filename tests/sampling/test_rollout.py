@@ -28,9 +28,10 @@ from flowalign.types import plain_requests
 from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
+from tests.fixtures.credited import credited
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import PROMPTS, credited, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import PROMPTS, new_learner, new_recipe, new_rewards, train
 
 KERNELS = [FlowSDE(), DanceSDE(), CPS(), CPS("gaussian"), Precise(), DDIM()]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

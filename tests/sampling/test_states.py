@@ -18,8 +18,9 @@ from flowalign.training.rollouts.collecting import collect_rollouts, completion_
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import plain_requests
 from flowalign.types.trajectory import Completion
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "ccc", "bb"]
 ONE_STEP = Completion(max_steps=1, weights="reference")

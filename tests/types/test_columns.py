@@ -47,12 +47,13 @@ from flowalign.training.policy_gradient.gardo import UncertaintyGate
 from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import COLUMNS, Batch, RewardOutput, plain_requests
+from tests.fixtures.credited import credited
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.matching_losses import LOSSES
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
 from tests.fixtures.preference import jsonl, painted, recipe, stored
 from tests.fixtures.scored import batch_of, groups, opened
-from tests.fixtures.training import credited, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import new_learner, new_recipe, new_rewards
 from tests.fixtures.video_pixel import GRID, VideoPixel
 
 NEVER_IN_A_MINIBATCH = {"mask", "rival", "log_ratio", "chunk", "span", "row", "part"}

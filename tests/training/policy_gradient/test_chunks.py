@@ -16,7 +16,8 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit, plain_requests
 from flowalign.types.trajectory import prompt_step_ids
-from tests.fixtures.training import ALONE, credited, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.credited import credited
+from tests.fixtures.training import ALONE, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 

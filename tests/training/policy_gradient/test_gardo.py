@@ -12,11 +12,11 @@ from flowalign.training.policy_gradient.gardo import ResetReference, Uncertainty
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     PROMPTS,
     as_recipe,
-    credited,
     flat,
     new_learner,
     new_recipe,

@@ -38,8 +38,9 @@ from flowalign.types import (
 )
 from flowalign.types.trajectory import prompt_step_ids
 from flowalign.utils.costs import Costs
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 

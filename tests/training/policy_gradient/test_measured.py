@@ -17,16 +17,9 @@ from flowalign.training.policy_gradient.step_gradients import HalvesObserver, St
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Batch, plain_requests
 from flowalign.utils.errors import ConfigError
+from tests.fixtures.credited import credited
 from tests.fixtures.run_files import CONFIGS
-from tests.fixtures.training import (
-    checked,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import checked, flat, new_learner, new_recipe, new_rewards, train
 
 MEANS = torch.tensor([[0.5, 0.0, 0.2], [0.1, 0.3, 0.0], [0.2, 0.0, 0.1]])
 SCALES = torch.tensor([0.1, 0.2, 0.3])

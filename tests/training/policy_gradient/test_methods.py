@@ -17,9 +17,10 @@ from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from flowalign.utils.tracking import read_metrics
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.run_files import CONFIGS, loaded
-from tests.fixtures.training import credited, flat, new_learner, new_rewards, train
+from tests.fixtures.training import flat, new_learner, new_rewards, train
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.state_values import OutcomeHistory
 from flowalign.types import plain_requests
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     PROMPTS,
     checked,
-    credited,
     flat,
     new_learner,
     new_recipe,

@@ -15,8 +15,9 @@ from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.types.losses import first_of_each
 from flowalign.utils.costs import Costs
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards
 
 WINDOW = {"sde_window": Fixed(start=0, stop=2)}
 SHARED = {

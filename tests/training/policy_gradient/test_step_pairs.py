@@ -22,16 +22,9 @@ from flowalign.training.policy_gradient.batches import (
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Batch, plain_requests
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import (
-    ALONE,
-    credited,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,13 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import MediaBatch, RewardOutput, plain_requests, step_of
+from tests.fixtures.credited import credited
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.scored import batch_of, groups
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import (
     PROMPTS,
     as_recipe,
-    credited,
     flat,
     new_learner,
     new_recipe,
