@@ -21,7 +21,7 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
-from tests.fixtures.credited import Given, credited
+from tests.fixtures.credited import Given, credited, judged
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
@@ -191,16 +191,7 @@ def spent(credit, window, num_steps):
     learner, rewards, costs = moving_learner(), new_rewards(), Costs()
     rewards.costs = costs
     costs.count(learner.policy.denoiser)
-    credited(
-        cfg,
-        learner,
-        completion_values(
-            cfg.rollouts,
-            learner,
-            rewards,
-            rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
-        ),
-    )
+    judged(cfg, learner, rewards)
     counts = costs.network_evaluations, costs.decodes, costs.reward_calls
     return tuple(count / 12 for count in counts)
 

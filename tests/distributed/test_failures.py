@@ -3,12 +3,7 @@
 import json
 import os
 
-from flowalign.distributed.launch import (
-    RUN_ID,
-    leave_failure,
-    leave_stop,
-    read_first_failure,
-)
+from flowalign.distributed.launch import RUN_ID, leave_failure, leave_stop, read_first_failure
 
 
 def test_the_earliest_failure_is_read(monkeypatch, tmp_path):

@@ -15,12 +15,11 @@ from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.checks import replay_drift
 from flowalign.training.policy_gradient.chunks import join_spans
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import CreditEstimator, StepCredit, plain_requests, step_of, steps_of
+from flowalign.types import CreditEstimator, StepCredit, step_of, steps_of
 from flowalign.types.trajectory import prompt_step_ids
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 THREE = ["a", "bb", "ccc"]
 
@@ -40,9 +39,7 @@ class Own(CreditEstimator):
 def made(algorithm, learner=None, **recipe):
     learner = learner or new_learner(bent())
     cfg = new_recipe(algorithm=algorithm, credit=Own(), **recipe)
-    rolled = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
-    values = completion_values(cfg.rollouts, learner, new_rewards(), rolled)
-    return learner, cfg, credited(cfg, learner, values)[0]
+    return learner, cfg, judged(cfg, learner)[0]
 
 
 def bent():

@@ -6,11 +6,7 @@ from torch import tensor
 
 from flowalign.distributed.processes import ALONE
 from flowalign.rewards.composite import Rewards
-from flowalign.training.divergence import (
-    describe_media,
-    distance_to_base,
-    measure_distance,
-)
+from flowalign.training.divergence import describe_media, distance_to_base, measure_distance
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import EmbedsImages, plain_requests
 from tests.fixtures.pixel import PixelPolicy, Redness

@@ -45,9 +45,8 @@ from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import UncertaintyGate
 from flowalign.training.rollouts.advantages import RewardMap
-from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import COLUMNS, Batch, RewardOutput, plain_requests
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.matching_losses import LOSSES
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
@@ -173,9 +172,7 @@ def of_visited_states(folder: Path) -> Iterator[Batch]:
 def transitions(policy=None, rewards=None, sampling=None, **changes) -> Batch:
     """The first minibatch of a step."""
     cfg, learner = new_recipe(sampling, **changes), new_learner(policy)
-    rolled = rollout(cfg.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
-    values = completion_values(cfg.rollouts, learner, rewards or new_rewards(), rolled)
-    batch, _ = credited(cfg, learner, values)
+    batch, _ = judged(cfg, learner, rewards)
     return next(minibatches(batch, torch.arange(len(batch.mask)), 100))
 
 

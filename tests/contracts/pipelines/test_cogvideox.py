@@ -11,13 +11,7 @@ from flowalign.functional.transition import flow_std, per_row
 from pipelines.families.cogvideox import CogVideoX
 from tests.fixtures.clips import assert_official_steps, clips
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    assert_official,
-    called,
-    noise,
-    ours,
-)
+from tests.fixtures.families import Family, assert_official, called, noise, ours
 from tests.fixtures.policy_contract import ClipContract
 from tests.fixtures.tiny_families import TINY, family_of
 from tests.fixtures.tiny_video_others import build_cogvideox, of_clips

@@ -8,12 +8,7 @@ import torch
 from flowalign.types import Request
 from pipelines.families.flux1 import Flux1Kontext
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    noise,
-    official_kontext,
-    ours,
-)
+from tests.fixtures.families import Family, noise, official_kontext, ours
 from tests.fixtures.pictures import EDITS, picture
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

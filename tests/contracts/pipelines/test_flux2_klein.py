@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from pipelines.families.flux2 import Flux2Klein
-from tests.fixtures.families import (
-    Family,
-    noise,
-    requests_for,
-)
+from tests.fixtures.families import Family, noise, requests_for
 from tests.fixtures.image_families import flux2_latents, official_flux2
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

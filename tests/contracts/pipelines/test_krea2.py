@@ -6,11 +6,7 @@ import torch
 from flowalign.types import plain_requests
 from pipelines.families.krea2 import DISTILLED_SHIFT, Krea2
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    noise,
-    qwen_latents,
-)
+from tests.fixtures.families import Family, noise, qwen_latents
 from tests.fixtures.image_families import official_krea2
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

@@ -12,12 +12,7 @@ from pipelines.families.ltx2 import LTX2
 from pipelines.families.ltx2_guidance import BlockGradient, Streams
 from tests.fixtures.clips import clips
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    assert_official,
-    noise,
-    ours,
-)
+from tests.fixtures.families import Family, assert_official, noise, ours
 from tests.fixtures.policy_contract import ClipContract
 from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_ltx2 import call_ltx2, official_ltx2

@@ -13,14 +13,7 @@ from pipelines.families.ltx import LTXI2V
 from pipelines.parts.encoding import crop_reference
 from tests.fixtures.clips import official_steps
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    PROMPTS,
-    Family,
-    called,
-    noise,
-    picture_for,
-    requests_for,
-)
+from tests.fixtures.families import PROMPTS, Family, called, noise, picture_for, requests_for
 from tests.fixtures.policy_contract import ClipContract
 from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_video_others import of_clips

@@ -5,13 +5,7 @@ import torch
 
 from flowalign.types import plain_requests
 from pipelines.families.qwen_image import QwenImage, restore_norm
-from tests.fixtures.families import (
-    Family,
-    assert_official,
-    noise,
-    official_qwen,
-    qwen_latents,
-)
+from tests.fixtures.families import Family, assert_official, noise, official_qwen, qwen_latents
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes
 from tests.fixtures.tiny_qwen_image import build_qwen

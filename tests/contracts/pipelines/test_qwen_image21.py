@@ -8,10 +8,7 @@ from flowalign.types import plain_requests
 from pipelines.any_pipeline.any_flow import Call
 from pipelines.families.qwen_image import QwenImage21
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    noise,
-)
+from tests.fixtures.families import Family, noise
 from tests.fixtures.image_families import official_qwen21, qwen21_latents
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

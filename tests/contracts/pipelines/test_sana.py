@@ -10,11 +10,7 @@ from pipelines.any_pipeline.any_flow import Call
 from pipelines.families.sana import Sana
 from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    PROMPTS,
-    Family,
-    noise,
-)
+from tests.fixtures.families import PROMPTS, Family, noise
 from tests.fixtures.image_families import official_sana, sana_latents
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

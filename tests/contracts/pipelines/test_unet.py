@@ -14,13 +14,7 @@ from flowalign.types import plain_requests
 from pipelines.families.unet import LORA, SD15, SDXL
 from pipelines.parts.memory import unet_activations
 from tests.fixtures.embedded import move
-from tests.fixtures.families import (
-    Family,
-    assert_official,
-    noise,
-    official_unet,
-    requests_for,
-)
+from tests.fixtures.families import Family, assert_official, noise, official_unet, requests_for
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, new_sd15, new_sdxl

@@ -11,13 +11,7 @@ from flowalign.data.media_record import read_reference
 from flowalign.types import Request
 from pipelines.families.wan import WanI2V
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.families import (
-    PROMPTS,
-    Family,
-    noise,
-    picture_for,
-    requests_for,
-)
+from tests.fixtures.families import PROMPTS, Family, noise, picture_for, requests_for
 from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_families import family_of
 from tests.fixtures.tiny_video import (

@@ -11,11 +11,7 @@ from torch import nn
 from flowalign.sampling.stepping import last_layers
 from flowalign.types import plain_requests
 from pipelines.families.z_image import ZImage
-from tests.fixtures.families import (
-    GOLDEN,
-    Family,
-    noise,
-)
+from tests.fixtures.families import GOLDEN, Family, noise
 from tests.fixtures.image_families import official_z_image
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_of, sizes

@@ -10,10 +10,7 @@ from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrained
 
 from flowalign.types import MediaBatch, Sound
 from reward_models.signals.clap import CLAP, to_mono
-from tests.fixtures.reward_contract import (
-    check_scores,
-    example_batch,
-)
+from tests.fixtures.reward_contract import check_scores, example_batch
 
 pytestmark = pytest.mark.slow
 WORDS = ("[PAD]", "[UNK]", "a", "red", "car", "cat", "dogs", "snow", "rain", "tea", "of", "photo")

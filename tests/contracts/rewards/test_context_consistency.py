@@ -10,12 +10,7 @@ from transformers import Blip2Config, Blip2ForImageTextRetrieval, PreTrainedToke
 
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.questions.context_consistency import ContextConsistency
-from tests.fixtures.reward_contract import (
-    PROMPTS,
-    check_scores,
-    check_small_steps,
-    example_batch,
-)
+from tests.fixtures.reward_contract import PROMPTS, check_scores, check_small_steps, example_batch
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 

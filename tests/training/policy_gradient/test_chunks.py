@@ -13,11 +13,10 @@ from flowalign.sampling.branching import Comb, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.chunks import join_chunks
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import CreditEstimator, StepCredit, plain_requests
+from flowalign.types import CreditEstimator, StepCredit
 from flowalign.types.trajectory import prompt_step_ids
-from tests.fixtures.credited import credited
-from tests.fixtures.training import ALONE, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.credited import judged
+from tests.fixtures.training import ALONE, new_learner, new_recipe, train
 
 THREE = ["a", "bb", "ccc"]
 
@@ -36,20 +35,7 @@ class Own(CreditEstimator):
 
 def made(algorithm, **recipe):
     learner, cfg = new_learner(), new_recipe(algorithm=algorithm, credit=Own(), **recipe)
-    return (
-        learner,
-        cfg,
-        credited(
-            cfg,
-            learner,
-            completion_values(
-                cfg.rollouts,
-                learner,
-                new_rewards(),
-                rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
-            ),
-        )[0],
-    )
+    return learner, cfg, judged(cfg, learner)[0]
 
 
 def gradients(learner, cfg, batch):

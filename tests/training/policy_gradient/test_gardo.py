@@ -10,30 +10,16 @@ from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.recipe import RunContext
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import plain_requests
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import (
-    PROMPTS,
-    as_recipe,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import as_recipe, flat, new_learner, new_recipe, new_rewards, train
 
 KL = GRPO(PPOClip(0.2), kl_coef=0.1)
 GATE = UncertaintyGate(auxiliary=["green"], share=0.25)
 
 
 def batch(cfg, learner):
-    prompts = plain_requests(PROMPTS[:3])
-    values = completion_values(
-        cfg.rollouts, learner, new_rewards(), rollout(cfg.rollouts, learner, prompts, 0, 0)
-    )
-    return credited(cfg, learner, values)[0]
+    return judged(cfg, learner)[0]
 
 
 def test_only_gated_samples_have_a_kl():

@@ -23,7 +23,6 @@ from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,
@@ -38,7 +37,7 @@ from flowalign.types import (
 )
 from flowalign.types.trajectory import prompt_step_ids
 from flowalign.utils.costs import Costs
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import credited, judged
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
@@ -82,20 +81,6 @@ class Rising(CreditEstimator):
         return StepCredit(final * factor, prompt_step_ids(trajectory), trajectory.eta > 0)
 
 
-def judged(cfg: PolicyGradientSettings, rewards: Rewards, learner=None):
-    learner = learner or new_learner()
-    return credited(
-        cfg,
-        learner,
-        completion_values(
-            cfg.rollouts,
-            learner,
-            rewards,
-            rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0),
-        ),
-    )
-
-
 REWARD_CLIP = RewardClip(low=0.05, clip=0.2, sensitivity=1.0)
 SURROGATES = [
     PPOClip(0.2),
@@ -123,7 +108,7 @@ def test_gradient_squares_of_auxiliary_terms_are_those_of_autograd():
     learner = new_learner(PixelPolicy(seed=2))
     reference = PixelPolicy(seed=3)
     anchored = GRPO(PPOClip(0.2), kl_coef=0.5, kl="gaussian")
-    batch, _ = judged(replace(new_recipe(), algorithm=anchored), new_rewards(), learner)
+    batch, _ = judged(replace(new_recipe(), algorithm=anchored), learner)
     part = list(minibatches(batch, torch.arange(12), 100))[1]
     fields = batch.fields(learner.policy, reference)
     _, stats = anchored.loss(fields, part)
@@ -163,7 +148,7 @@ def test_an_auxiliary_term_that_drowns_the_policy_term_is_warned_of_once(coef, w
 
 def test_reward_clip_lets_the_best_move_further():
     learner = new_learner()
-    batch, _ = judged(new_recipe(), new_rewards(), learner)
+    batch, _ = judged(new_recipe(), learner)
     part = next(minibatches(batch, torch.arange(12), 100))
     part = part.with_columns(logp_old=part["logp_old"] - 0.1)  # all ratios are e^.1
     best, middling = float(part["advantage"].max()), 0.1
@@ -199,7 +184,7 @@ def test_a_negative_weight_lowers_the_reward():
 
 def test_each_update_is_the_gradient_of_the_mean_over_all_trained_transitions():
     learner, cfg = new_learner(), new_recipe(micro_batch=5, step_weight="std")
-    batch, _ = judged(cfg, new_rewards(), learner)
+    batch, _ = judged(cfg, learner)
     everything = list(minibatches(batch, torch.arange(12), 100))
     losses = []
     for b in everything:
@@ -259,7 +244,7 @@ def test_step_weights_reach_the_loss():
 
 def test_weights_scale_the_policy_term_and_not_the_kl():
     learner, cfg = new_learner(PixelPolicy(seed=2)), new_recipe()
-    batch, _ = judged(cfg, new_rewards(), learner)
+    batch, _ = judged(cfg, learner)
     first = next(minibatches(batch, torch.arange(12), 100))
     heavy = first.with_columns(weight=3 * first["weight"])
     plain, with_kl = GRPO(PPOClip(0.2)), GRPO(PPOClip(0.2), kl_coef=0.5)
@@ -283,7 +268,7 @@ def _std(values):
 def test_advantages_by_hand(scale):
     """Credit is (k + 1) r: a group compares equal steps, "joint" all steps of a prompt."""
     cfg = new_recipe(credit=Rising(), advantages={"scale": scale, "clip": 100.0})
-    batch, _ = judged(cfg, Rewards([Told(*REWARDS)], {"told": 2.0}))
+    batch, _ = judged(cfg, rewards=Rewards([Told(*REWARDS)], {"told": 2.0}))
     every = [(k + 1) * r for r in REWARDS for k in range(3)]
     for b in range(12):
         group = REWARDS[b // 4 * 4 : b // 4 * 4 + 4]
@@ -298,9 +283,8 @@ def test_advantages_by_hand(scale):
 
 
 def test_advantages_are_clipped():
-    batch, _ = judged(
-        new_recipe(advantages={"clip": 0.5}), Rewards([Told(*REWARDS)], {"told": 1.0})
-    )
+    rewards = Rewards([Told(*REWARDS)], {"told": 1.0})
+    batch, _ = judged(new_recipe(advantages={"clip": 0.5}), rewards=rewards)
     assert batch.advantage.abs().max() == 0.5
     assert batch.advantage.unique().numel() > 3
 
@@ -309,8 +293,8 @@ def test_dimensions_are_weighted_after_or_before_they_are_normalised():
     rows = [(r, 100 * q) for r, q in zip(REWARDS, reversed(REWARDS), strict=True)]
     model = Told(*rows, dims=("small", "large"))
     rewards = Rewards([model], {"small": 1.0, "large": 0.5})
-    after, _ = judged(new_recipe(), rewards)
-    before, _ = judged(new_recipe(advantages={"combine": "advantage_of_sum"}), rewards)
+    after, _ = judged(new_recipe(), rewards=rewards)
+    before, _ = judged(new_recipe(advantages={"combine": "advantage_of_sum"}), rewards=rewards)
     group = torch.tensor(rows)[:4]
     normed = (group - group.mean(0)) / (group.std(0, correction=0) + 1e-4)
     torch.testing.assert_close(
@@ -323,7 +307,7 @@ def test_dimensions_are_weighted_after_or_before_they_are_normalised():
 
 def test_groups_of_equal_rewards_teach_nothing():
     flat_second = [*REWARDS[:4], 3.0, 3.0, 3.0, 3.0, *REWARDS[8:]]
-    batch, metrics = judged(new_recipe(), Rewards([Told(*flat_second)], {"told": 1.0}))
+    batch, metrics = judged(new_recipe(), rewards=Rewards([Told(*flat_second)], {"told": 1.0}))
     assert batch.advantage[4:8].abs().max() == 0
     assert (batch.advantage[:4, :3] != 0).sum() == 9  # one of the four is the mean
     assert metrics["zero_std_ratio"] == pytest.approx(1 / 3)
@@ -368,7 +352,7 @@ def test_a_failed_reward_stops_the_run_naming_sample_prompt_and_reason():
 def test_a_model_that_returns_no_finite_number_has_failed(bad):
     values = [*REWARDS[:7], bad, *REWARDS[8:]]
     with pytest.raises(RewardFailure, match=r"sample 7.*told returned a non-finite value for told"):
-        judged(new_recipe(), Rewards([Told(*values)], {"told": 1.0}))
+        judged(new_recipe(), rewards=Rewards([Told(*values)], {"told": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -376,7 +360,7 @@ def test_a_model_that_returns_no_finite_number_has_failed(bad):
 )
 def test_failed_samples_or_their_groups_are_left_out(on_failure, trained):
     rewards = Rewards([Told(*FAILED)], {"told": 1.0}, on_failure)
-    batch, metrics = judged(new_recipe(on_failed_reward=on_failure), rewards)
+    batch, metrics = judged(new_recipe(on_failed_reward=on_failure), rewards=rewards)
     kept = {0, 1, 2, 3} | trained
     assert set(batch.mask[:, 0].nonzero().flatten().tolist()) == kept
     assert batch.advantage.isfinite().all()
@@ -398,7 +382,7 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     spoilt, alone = new_learner(), new_learner()
     values = [*REWARDS[:4], *[math.nan] * 8]
     rewards = Rewards([Told(*values)], {"told": 1.0}, on_failure)
-    batch, _ = judged(new_recipe(on_failed_reward=on_failure), rewards, spoilt)
+    batch, _ = judged(new_recipe(on_failed_reward=on_failure), spoilt, rewards)
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
     trajectory = rollout(cfg.rollouts, alone, plain_requests(THREE[:1]), 0, 0)
@@ -443,8 +427,8 @@ def test_a_step_where_every_reward_failed_changes_nothing_and_says_so():
 def test_a_dimension_of_weight_zero_may_fail():
     rows = [(r, math.nan if i < 6 else 1.0) for i, r in enumerate(REWARDS)]
     model = Told(*rows, dims=("told", "logged"))
-    batch, metrics = judged(new_recipe(), Rewards([model], {"told": 1.0}))
-    clean, _ = judged(new_recipe(), Rewards([Told(*REWARDS)], {"told": 1.0}))
+    batch, metrics = judged(new_recipe(), rewards=Rewards([model], {"told": 1.0}))
+    clean, _ = judged(new_recipe(), rewards=Rewards([Told(*REWARDS)], {"told": 1.0}))
     assert torch.equal(batch.advantage, clean.advantage)
     assert metrics["reward/logged"] == 1
     assert metrics["reward_invalid"] == 0

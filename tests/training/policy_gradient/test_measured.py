@@ -14,10 +14,9 @@ from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_gradients import HalvesObserver, StepGradients, halves
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import Batch, plain_requests
+from flowalign.types import Batch
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.training import checked, flat, new_learner, new_recipe, new_rewards, train
 
@@ -28,13 +27,7 @@ TRAINED = torch.tensor([True, True, True, False])
 
 def one_batch(learner, **recipe):
     cfg = new_recipe(**recipe)
-    values = completion_values(
-        cfg.rollouts,
-        learner,
-        new_rewards(),
-        rollout(cfg.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
-    )
-    return cfg, credited(cfg, learner, values)[0]
+    return cfg, judged(cfg, learner)[0]
 
 
 def averages(signal: list[float], noise: list[float], evidence: float) -> Averages:

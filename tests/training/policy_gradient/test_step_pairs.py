@@ -20,11 +20,10 @@ from flowalign.training.policy_gradient.batches import (
     pair_best_and_worst,
 )
 from flowalign.training.policy_gradient.policy_gradient_loop import update
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import Batch, plain_requests
-from tests.fixtures.credited import credited
+from flowalign.types import Batch
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +35,7 @@ def sampled(learner=None, advantage=None, **sampling) -> RolloutBatch:
     """A rollout with given advantages, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
-    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
-    batch, _ = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
+    batch, _ = judged(cfg, learner)
     return batch if advantage is None else batch.with_samples(advantage=advantage)
 
 

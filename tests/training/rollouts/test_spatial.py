@@ -17,21 +17,12 @@ from flowalign.training.matching.source import StreamContext
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.advantages import RewardMap
-from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.types import MediaBatch, RewardOutput, plain_requests, step_of
-from tests.fixtures.credited import credited
+from flowalign.types import MediaBatch, RewardOutput, step_of
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.scored import batch_of, groups
 from tests.fixtures.small_run import go, new_run
-from tests.fixtures.training import (
-    PROMPTS,
-    as_recipe,
-    flat,
-    new_learner,
-    new_recipe,
-    new_rewards,
-    train,
-)
+from tests.fixtures.training import as_recipe, flat, new_learner, new_recipe, new_rewards, train
 from tests.fixtures.video_pixel import GRID, VideoPixel
 
 
@@ -53,11 +44,7 @@ def rewards():
 
 
 def batch(cfg, learner):
-    prompts = plain_requests(PROMPTS[:3])
-    values = completion_values(
-        cfg.rollouts, learner, rewards(), rollout(cfg.rollouts, learner, prompts, 0, 0)
-    )
-    return credited(cfg, learner, values)[0]
+    return judged(cfg, learner, rewards())[0]
 
 
 def test_blend_0_is_grpo_bit_for_bit():
