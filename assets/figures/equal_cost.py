@@ -25,7 +25,6 @@ from flowalign.utils.tracking import read_metrics
 HERE = Path(__file__).parent
 IMAGES = 512
 """Images per evaluation."""
-TUNING_SEED = 100
 PROMPTS = "assets/shapes/prompts"
 
 
@@ -71,6 +70,9 @@ class Study:
     """Folder of the prompts."""
     guards: tuple[str, ...] = ()
     """Further dimensions with stored curves."""
+    goal: tuple[str, ...] = ()
+    """Dimensions whose mean selects rates; none: `metric`."""
+    tuning_seed: int = 100
 
 
 def run(*argv: str) -> None:
@@ -130,8 +132,10 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
     for rate in study.rates if len(study.rates) > 1 else ():
         evaluation = {"prompts": splits(study.prompts, held_out=False), "num_prompts": args.images}
         last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
-        options = [*files, last, "--seed", str(TUNING_SEED)]
-        found[rate] = trained(place / f"{rate:g}", options)["after"][study.metric]
+        options = [*files, last, "--seed", str(study.tuning_seed)]
+        after = trained(place / f"{rate:g}", options)["after"]
+        goal = study.goal or (study.metric,)
+        found[rate] = sum(after[name] for name in goal) / len(goal)
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
     best = max(found, key=found.__getitem__) if found else study.rates[0]
     overlay(chosen, steps, best, evaluated(study, args, steps), more)

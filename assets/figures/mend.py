@@ -1,0 +1,125 @@
+"""Compare MEND with four methods at equal network evaluations on Shapes and Words.
+
+    python assets/figures/mend.py shapes runs/mend                        # resumes
+    python assets/figures/mend.py words runs/mend --only nft --seeds 0    # a part
+    python assets/figures/mend.py words                                   # the stored table
+
+See `equal_cost.py` for tuning and training. Every update has 48 samples of 8 prompts, and rates are
+constant. Chosen is the rate with the highest reward on training prompts. Writes `mend_WORLD.json`
+next to this script or into --to, and prints the table.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+from equal_cost import Study, compared, finished, histories, kept, options, results, tuned
+
+from flowalign.functional.resampling import smallest_difference
+
+GROUPS = {"data": {"prompts_per_step": 8, "sampling": {"samples_per_prompt": 6}}}
+LAST = {"class_path": "flowalign.gradient_paths.ReFL", "init_args": {"last_steps": 4}}
+REFL = {"recipe": {"gradient_path": LAST}}
+"""One of the last 4 of 8 steps; published: of the last 11 of 25."""
+REWARDS = {
+    "shapes": [f"learned_{name}" for name in ("colour", "shape", "count", "position", "clean")],
+    "words": ["text_likelihood"],
+}
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the settings of a run file without those that it extends."""
+    return yaml.safe_load(Path(path).read_text())
+
+
+def rewards(path: str, dropped: str = "") -> dict[str, Any]:
+    """Return the rewards of a run file, without those of one class."""
+    found = read(path)["rewards"]
+    return {"rewards": [one for one in found if one["class_path"] != dropped]}
+
+
+def opsd_on_words() -> dict[str, Any]:
+    """Return the settings that turn MEND's run file into one of DiffusionOPSD."""
+    recipe = read("configs/shapes_opsd.yaml")["recipe"]
+    ascent = recipe["data"]["ascent"] | {"micro_batch": 16}
+    data = {"proposals": None, "ascent": ascent, "advantages": recipe["data"]["advantages"]}
+    return {"recipe": {"data": data, "loss": recipe["loss"]}, "optimizer": {"eps": 1e-8}}
+
+
+def study(world: str) -> Study:
+    """Return the study of a toy model."""
+    names = ("mend", "opsd", "refl", "nft", "crd")
+    files = dict.fromkeys(names, f"configs/{world}_mend.yaml")
+    files |= {"refl": f"configs/{world}_draft.yaml", "nft": f"configs/{world}_nft.yaml"}
+    if world == "shapes":
+        files |= {"opsd": "configs/shapes_opsd.yaml", "crd": "configs/shapes_crd.yaml"}
+        asked, opsd, having = rewards("configs/shapes_learned.yaml"), {}, ("mend", "opsd", "refl")
+    else:
+        having = ()
+        files["crd"] = "configs/words.yaml"
+        asked, opsd = rewards("configs/words_draft.yaml", "reward_models.OCR"), opsd_on_words()
+    own = {"opsd": opsd, "refl": REFL, "nft": {"recipe": GROUPS}, "crd": {"recipe": GROUPS}}
+    return Study(
+        name=f"mend_{world}",
+        methods={name: [file] for name, file in files.items()},
+        settings={n: (asked if n not in having else {}) | own.get(n, {}) for n in names},
+        budget=19_200,
+        rates=(2e-3, 4e-3, 8e-3),
+        evaluations=1,
+        images=512 if world == "shapes" else 256,
+        prompts=f"assets/{world}/prompts",
+        goal=tuple(REWARDS[world]),
+        tuning_seed=101,
+    )
+
+
+def made(world: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the requested part, and return the numbers of all finished runs."""
+    chosen = study(world)
+    for name in args.only:
+        tuned(chosen, args, name)
+        compared(chosen, args, name)
+    runs = finished(chosen, args.folder)
+    measures = {"reward": REWARDS[world], "exact_match": ["exact_match"]}
+    measures |= {name: [name] for name in ("pixel_distance", "diversity")}
+    kept_numbers = results(chosen, args.folder, runs)
+    return {"tuning": kept_numbers["tuning"], "histories": histories(runs, measures)}
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Tabulate every measure after training, and the differences that would be seen."""
+    runs = content["histories"]
+    measures = ["reward", "exact_match", "pixel_distance", "diversity"]
+    last = {n: [run["points"][-1] for run in some] for n, some in runs.items()}
+    first = next(iter(runs.values()))[0]["points"][0]
+    lines = [f"| method | rate | {' | '.join(measures)} | evaluations | reward calls |"]
+    lines += ["|---" * (len(measures) + 4) + "|"]
+    lines += [f"| before | | {' | '.join(f'{first[m]:.3f}' for m in measures)} | | |"]
+    for name, points in last.items():
+        values = {m: [p[m] for p in points] for m in (*measures, "evaluations", "reward_calls")}
+        cells = [
+            f"**{mean(values[m]):.3f}** {' '.join(f'{v:.3f}' for v in values[m])}" for m in measures
+        ]
+        costs = [f"{mean(values[m]):,.0f}" for m in ("evaluations", "reward_calls")]
+        tried = content["tuning"][name]
+        lines.append(f"| {name} | {max(tried, key=tried.__getitem__)} | {' | '.join(cells + costs)} |")
+    seen = [smallest_difference([[p[m] for p in some] for some in last.values()]) for m in measures]
+    return "\n".join([*lines, f"| seen | | {' | '.join(f'{v:.3f}' for v in seen)} | | |"])
+
+
+def main() -> None:
+    """Run and tabulate."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("world", choices=REWARDS)
+    args = options("", study("shapes"), parser).parse_args()
+    args.folder = args.folder and args.folder / args.world
+    place = args.to / f"mend_{args.world}.json"
+    content = kept(place, (lambda: made(args.world, args)) if args.folder else None)
+    print(table(content))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
