@@ -66,8 +66,8 @@ def study(world: str) -> Study:
         name=f"mend_{world}",
         methods={name: [file] for name, file in files.items()},
         settings={n: (asked if n not in having else {}) | own.get(n, {}) for n in names},
-        budget=19_200,
-        rates=(2e-3, 4e-3, 8e-3),
+        budget=19_200 if world == "shapes" else 9_600,
+        rates=(2e-3, 4e-3, 8e-3) if world == "shapes" else (2e-3, 4e-3),
         evaluations=1,
         images=512 if world == "shapes" else 256,
         prompts=f"assets/{world}/prompts",
@@ -114,7 +114,9 @@ def main() -> None:
     """Run and tabulate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("world", choices=REWARDS)
-    args = options("", study("shapes"), parser).parse_args()
+    parser = options("", study("shapes"), parser)
+    args = parser.parse_args()
+    args.budget, args.images = study(args.world).budget, study(args.world).images
     args.folder = args.folder and args.folder / args.world
     place = args.to / f"mend_{args.world}.json"
     content = kept(place, (lambda: made(args.world, args)) if args.folder else None)
