@@ -24,6 +24,7 @@ GROUPS = {"data": {"prompts_per_step": 8, "sampling": {"samples_per_prompt": 6}}
 LAST = {"class_path": "flowalign.gradient_paths.ReFL", "init_args": {"last_steps": 4}}
 REFL = {"recipe": {"gradient_path": LAST}}
 """One of the last 4 of 8 steps; published: of the last 11 of 25."""
+MEASURES = ("reward", "exact_match", "pixel_distance", "diversity")
 REWARDS = {
     "shapes": [f"learned_{name}" for name in ("colour", "shape", "count", "position", "clean")],
     "words": ["text_likelihood"],
@@ -76,52 +77,47 @@ def study(world: str) -> Study:
     )
 
 
-def made(world: str, args: argparse.Namespace) -> dict[str, Any]:
+def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     """Run the requested part, and return the numbers of all finished runs."""
-    chosen = study(world)
     for name in args.only:
-        tuned(chosen, args, name)
-        compared(chosen, args, name)
-    runs = finished(chosen, args.folder)
-    measures = {"reward": REWARDS[world], "exact_match": ["exact_match"]}
-    measures |= {name: [name] for name in ("pixel_distance", "diversity")}
-    kept_numbers = results(chosen, args.folder, runs)
-    return {"tuning": kept_numbers["tuning"], "histories": histories(runs, measures)}
+        tuned(study, args, name)
+        compared(study, args, name)
+    runs = finished(study, args.folder)
+    goal = study.goal or (study.metric,)
+    measures = {"reward": goal} | {name: [name] for name in MEASURES[1:]}
+    content = results(study, args.folder, runs)
+    return {"tuning": content["tuning"], "histories": histories(runs, measures)}
 
 
 def table(content: Mapping[str, Any]) -> str:
     """Tabulate every measure after training, and the differences that would be seen."""
-    runs = content["histories"]
-    measures = ["reward", "exact_match", "pixel_distance", "diversity"]
-    last = {n: [run["points"][-1] for run in some] for n, some in runs.items()}
-    first = next(iter(runs.values()))[0]["points"][0]
-    lines = [f"| method | rate | {' | '.join(measures)} | evaluations | reward calls |"]
-    lines += ["|---" * (len(measures) + 4) + "|"]
-    lines += [f"| before | | {' | '.join(f'{first[m]:.3f}' for m in measures)} | | |"]
+    last = {n: [one["points"][-1] for one in runs] for n, runs in content["histories"].items()}
+    first = next(iter(content["histories"].values()))[0]["points"][0]
+    lines = [f"| method | rate | {' | '.join(MEASURES)} | evaluations | reward calls |"]
+    lines += ["|---" * (len(MEASURES) + 4) + "|"]
+    lines += [f"| before | | {' | '.join(f'{first[m]:.3f}' for m in MEASURES)} | | |"]
     for name, points in last.items():
-        values = {m: [p[m] for p in points] for m in (*measures, "evaluations", "reward_calls")}
-        cells = [
-            f"**{mean(values[m]):.3f}** {' '.join(f'{v:.3f}' for v in values[m])}" for m in measures
-        ]
-        costs = [f"{mean(values[m]):,.0f}" for m in ("evaluations", "reward_calls")]
+        columns = {m: [p[m] for p in points] for m in (*MEASURES, "evaluations", "reward_calls")}
+        each = {m: ", ".join(f"{v:.3f}" for v in values) for m, values in columns.items()}
+        cells = [f"{mean(columns[m]):.3f} ({each[m]})" for m in MEASURES]
+        cells += [f"{mean(columns[cost]):,.0f}" for cost in ("evaluations", "reward_calls")]
         tried = content["tuning"][name]
-        lines.append(f"| {name} | {max(tried, key=tried.__getitem__)} | {' | '.join(cells + costs)} |")
-    seen = [smallest_difference([[p[m] for p in some] for some in last.values()]) for m in measures]
-    return "\n".join([*lines, f"| seen | | {' | '.join(f'{v:.3f}' for v in seen)} | | |"])
+        lines.append(f"| {name} | {max(tried, key=tried.__getitem__)} | {' | '.join(cells)} |")
+    every = {m: [[p[m] for p in points] for points in last.values()] for m in MEASURES}
+    seen = [f"{smallest_difference(values):.3f}" for values in every.values()]
+    return "\n".join([*lines, f"| would be seen | | {' | '.join(seen)} | | |"])
 
 
-def main() -> None:
-    """Run and tabulate."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("world", choices=REWARDS)
-    parser = options("", study("shapes"), parser)
-    args = parser.parse_args()
-    args.budget, args.images = study(args.world).budget, study(args.world).images
-    args.folder = args.folder and args.folder / args.world
-    place = args.to / f"mend_{args.world}.json"
-    content = kept(place, (lambda: made(args.world, args)) if args.folder else None)
-    print(table(content))  # noqa: T201
+def main(studies: Mapping[str, Study], description: str) -> None:
+    """Run the requested part of a study, and print its table."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("study", choices=studies)
+    study = studies[parser.parse_known_args()[0].study]
+    args = options(description, study, parser).parse_args()
+    args.folder = args.folder and args.folder / args.study
+    make = (lambda: made(study, args)) if args.folder else None
+    print(table(kept(args.to / f"{study.name}.json", make)))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main()
+    main({world: study(world) for world in REWARDS}, __doc__.splitlines()[0])

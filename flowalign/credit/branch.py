@@ -70,9 +70,10 @@ class Branch(CreditEstimator):
     arXiv:2509.06040v5 (trees, nodes of equal depth are compared, pruning).
     """
 
-    compare: Literal["siblings", "depth"] = "siblings"
+    compare: Literal["siblings", "depth", "mixed"] = "siblings"
     """siblings: compares transitions from the same state (TempFlow-GRPO). depth: compares all
-    transitions of the prompt at the same step (BranchGRPO)."""
+    transitions of the prompt at the same step (BranchGRPO). mixed: siblings, and by depth those
+    transitions that have none."""
     beta: PositiveFloat | None = None
     """Inverse temperature: children are weighted by softmax(beta * logp). Null: all outcomes below
     a state have equal weight."""
@@ -98,6 +99,10 @@ class Branch(CreditEstimator):
             )
         if self.compare == "depth":
             group = prompt_step_ids(trajectory)
+        elif self.compare == "mixed":
+            # Each of the B T sibling ids is below B T, so the ids of prompts follow them.
+            alone = torch.bincount(group[mask], minlength=group.numel())[group] == 1
+            group = torch.where(alone, prompt_step_ids(trajectory) + group.numel(), group)
         if self.depths is not None:
             mask = mask & torch.isin(torch.arange(trajectory.num_steps), torch.tensor(self.depths))
         outcome = values([trajectory.num_steps])[:, 0]
