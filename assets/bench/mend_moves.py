@@ -7,9 +7,8 @@ samples, and by the accepted moves. Prints the mean changes, and the share of th
 that the other samples of a prompt predict.
 """
 
-import argparse
-
 import torch
+from jsonargparse import auto_cli
 from torch import Tensor
 
 from flowalign.data.requests import read_requests
@@ -22,19 +21,15 @@ from flowalign.sampling.inference import generate
 from flowalign.utils.seeds import generator
 
 
-def main() -> None:
+def main(prompts: int = 48, samples: int = 6, seed: int = 3) -> None:
     """Sample, take the gradients, and print a line for each kind of move."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("prompts", 48), ("samples", 6), ("seed", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
     run, _ = load("configs/shapes_mend.yaml")
     rewards = run.build_rewards()
     run.load_rewards(rewards)
     run.load_policy(ALONE)
-    chosen = read_requests("assets/shapes/prompts/train.txt")[::19][: args.prompts]
-    requests = [one for one in chosen for _ in range(args.samples)]
-    draws = [generator(args.seed, "why", i) for i in range(len(requests))]
+    chosen = read_requests("assets/shapes/prompts/train.txt")[::19][:prompts]
+    requests = [one for one in chosen for _ in range(samples)]
+    draws = [generator(seed, "why", i) for i in range(len(requests))]
     x = generate(run.policy, requests, 8, draws, 96)
     ask = rewards.weighted()
     found = latent_gradient(run.policy, ask, ask.score_with_gradient, Maximise(), x, requests)
@@ -59,10 +54,10 @@ def main() -> None:
     (common,) = mend.propose(unit.mean(0, keepdim=True), [1.0])
     for length in (0.05, 0.1):
         show(f"common {length}", length * common.expand_as(x))
-    groups = unit.unflatten(0, (-1, args.samples))
-    others = (groups.sum(1, keepdim=True) - groups) / (args.samples - 1)
+    groups = unit.unflatten(0, (-1, samples))
+    others = (groups.sum(1, keepdim=True) - groups) / (samples - 1)
     print(f"predicted by other samples: {float((others * groups).mean()):.4f}")  # noqa: T201
-    place = torch.arange(args.prompts).repeat_interleave(args.samples)
+    place = torch.arange(prompts).repeat_interleave(samples)
     cap = mend.reward_cap(reward, place, 0.75, mend.raise_floor(None, reward))
     moves = mend.propose(gradient, (0.1, 0.2, 0.4))
     accepted = mend.accept_moves(moves, [score(x + d)[0] for d in moves], reward, cap, 0.1)
@@ -72,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)

@@ -8,10 +8,10 @@ Signal is the standard deviation of the true mean within a prompt. The correlati
 is that with the letters that the glyph matcher finds, the ground truth. Prints a JSON line per J.
 """
 
-import argparse
 import json
 
 import torch
+from jsonargparse import auto_cli
 from torch import Tensor
 
 from flowalign.data.requests import read_requests
@@ -53,17 +53,13 @@ def measure(scores: Tensor, truth: Tensor, samples: int, views: int, first: Tens
     }
 
 
-def main() -> None:
+def main(prompts: int = 24, samples: int = 8, seed: int = 0) -> None:
     """Sample, read every shift, and print a line for each number of views."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("prompts", 24), ("samples", 8), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
     run, _ = load("configs/words_flow_grpo.yaml")
     run.load_policy(ALONE)
-    requests = read_requests("assets/words/prompts/train.txt")[::7][: args.prompts]
-    requests = [one for one in requests for _ in range(args.samples)]
-    draws = [generator(args.seed, "noise", i) for i in range(len(requests))]
+    requests = read_requests("assets/words/prompts/train.txt")[::7][:prompts]
+    requests = [one for one in requests for _ in range(samples)]
+    draws = [generator(seed, "noise", i) for i in range(len(requests))]
     latents = generate(run.policy, requests, 8, draws, 64)
     reader = run.rewards[0].model
     rewards = Rewards([reader, WordsVerifier()], {})
@@ -76,8 +72,8 @@ def main() -> None:
     table = torch.stack(scores)
     for views in (1, 2, 3, 5, 8):
         first = table[:views].mean(0)
-        print(json.dumps(measure(table, truth, args.samples, views, first)))  # noqa: T201
+        print(json.dumps(measure(table, truth, samples, views, first)))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)

@@ -17,6 +17,7 @@ from equal_cost import Study
 from mend import main
 
 NFT, DPO = "configs/shapes_nft.yaml", "configs/preference/shapes/online_dpo.yaml"
+UPDATES = 14
 SIBLINGS = {
     "nft": "configs/tasks/shapes_nft_siblings.yaml",
     "dpo": "configs/tasks/shapes_dpo_siblings.yaml",
@@ -37,6 +38,7 @@ def study(loss: str, base: str, siblings: int, chains: dict, only: int) -> Study
             "siblings_only": {"recipe": {"data": {"prompts_per_step": only} | ONLY}},
         },
         budget=24_192,
+        steps=lambda _files, _place, _budget: UPDATES,
         rates=(1e-3, 2e-3, 4e-3),
         evaluations=1,
         tuning_seed=101,

@@ -10,7 +10,7 @@ next to this script or into --to, and prints the table.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,6 +25,8 @@ LAST = {"class_path": "flowalign.gradient_paths.ReFL", "init_args": {"last_steps
 REFL = {"recipe": {"gradient_path": LAST}}
 """One of the last 4 of 8 steps; published: of the last 11 of 25."""
 MEASURES = ("reward", "exact_match", "pixel_distance", "diversity")
+COSTS = {"mend": 480, "opsd": 480, "refl": 480, "nft": 432, "crd": 624}
+"""Evaluations per step of 48 samples."""
 REWARDS = {
     "shapes": [f"learned_{name}" for name in ("colour", "shape", "count", "position", "clean")],
     "words": ["text_likelihood"],
@@ -50,6 +52,11 @@ def opsd_on_words() -> dict[str, Any]:
     return {"recipe": {"data": data, "loss": recipe["loss"]}, "optimizer": {"eps": 1e-8}}
 
 
+def steps_of(_files: Sequence[str], place: Path, budget: int) -> int:
+    """Return the steps of a method in a budget; its name is that of the folder of its trials."""
+    return round(budget / COSTS[place.name])
+
+
 def study(world: str) -> Study:
     """Return the study of a toy model."""
     names = ("mend", "opsd", "refl", "nft", "crd")
@@ -68,6 +75,7 @@ def study(world: str) -> Study:
         methods={name: [file] for name, file in files.items()},
         settings={n: (asked if n not in having else {}) | own.get(n, {}) for n in names},
         budget=19_200 if world == "shapes" else 9_600,
+        steps=steps_of,
         rates=(2e-3, 4e-3, 8e-3) if world == "shapes" else (2e-3, 4e-3),
         evaluations=1,
         images=512 if world == "shapes" else 256,

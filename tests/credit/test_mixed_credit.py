@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit.branch import MixedAdvantage, least_variance_share
+from flowalign.credit.branch import Branch, MixedAdvantage, least_variance_share
 from flowalign.credit.chain import Outcome
-from flowalign.functional.advantage import advantages
+from flowalign.functional.advantage import advantages, compare_in_groups
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.branching import Chain, Comb
 from flowalign.sampling.rollout import RolloutOutputs, empty_trajectory, sample
@@ -69,6 +69,17 @@ def test_a_comb_that_branches_late_trains_its_trunk_everywhere():
     assert trajectory.trained.int().tolist() == [[0, 0, 1, 0], [1, 1, 1, 0]] * 2
     credit = MixedAdvantage(share=1.0)(trajectory, outcomes(1.0, 3.0, 4.0, 8.0)).value[..., 0]
     assert credit.tolist() == [[0, 0, -2, 0], [-5, -5, 2, 0], [0, 0, -4, 0], [5, 5, 4, 0]]
+
+
+def test_branches_are_compared_with_siblings_and_trunks_elsewhere_with_each_other():
+    """Two trunks, samples 1 and 3, with a branch each at step 2. Elsewhere each has the mean."""
+    comb = Comb(children=2, common_noise=True, splits=[2])
+    trajectory = empty(settings(comb, 4, seeds=2))
+    got = Branch(compare="mixed")(trajectory, outcomes(1.0, 3.0, 4.0, 8.0))
+    lead = compare_in_groups(got.value[got.mask], got.group[got.mask], "none")[:, 0]
+    trained = [[0, 2], [1, 0], [1, 1], [1, 2], [2, 2], [3, 0], [3, 1], [3, 2]]
+    assert got.mask.nonzero().tolist() == trained
+    assert lead.tolist() == [-1, -2, -2, 1, -2, 2, 2, 2]
 
 
 def test_copies_of_a_comb_use_their_own_noise():
