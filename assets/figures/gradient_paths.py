@@ -42,7 +42,7 @@ from flowalign.reports.comparison_page import with_std
 from flowalign.runs.config import load
 from flowalign.training import RewardGradient
 
-BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.gradient_paths"
+BASE, EXTRA = "configs/shapes_draft.yaml", "flowalign.extra"
 LENGTH = 4
 """Number of budgets that --long trains the best gradient path for."""
 DIMENSIONS = ("colour", "shape", "count", "position", "clean")
@@ -60,14 +60,17 @@ WORDS = {
 """Control words in the vocabulary of the toy world's towers, which has no words for quality."""
 
 
-def method(name: str) -> list[str]:
-    """Return the files of a gradient path with the defaults of its paper."""
-    return [BASE, f"configs/methods/{name}.yaml"]
+def published(name: str) -> dict[str, Any]:
+    """Return the settings of a gradient path with the values of its paper."""
+    recipe = yaml.safe_load(Path(f"configs/methods/{name}.yaml").read_text())["recipe"]
+    return {"recipe": {"gradient_path": recipe["gradient_path"]}}
 
 
-def gradient_path(name: str, **settings: Any) -> dict[str, Any]:
+def gradient_path(
+    name: str, room: str = "flowalign.gradient_paths", **values: Any
+) -> dict[str, Any]:
     """Return the settings of a gradient path."""
-    return {"recipe": {"gradient_path": {"class_path": f"{CLASSES}.{name}", "init_args": settings}}}
+    return {"recipe": {"gradient_path": {"class_path": f"{room}.{name}", "init_args": values}}}
 
 
 def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
@@ -82,27 +85,24 @@ def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
 STUDY = Study(
     name="gradient_paths",
     methods={
-        "draft_1": [BASE],
-        "draft": [BASE],
-        "draft_lv": method("draft_lv"),
-        "refl": method("refl"),
-        "align_prop": [BASE],
-        "drtune": method("drtune"),
-        "vader": [BASE],
-        "leap_align": method("leap_align"),
-        "flowbp_sparse": method("flowbp_sparse"),
-        "flowbp_bridge": [BASE],
-        "flowbp_lagrange": [BASE],
-        "direct_align": [BASE],
-        "srpo": [BASE],
+        name: [BASE]
+        for name in (
+            *("draft_1", "draft", "draft_lv", "refl", "align_prop", "drtune", "vader"),
+            *("leap_align", "flowbp_sparse", "flowbp_bridge", "flowbp_lagrange"),
+            *("direct_align", "srpo"),
+        )
     },
     settings={
         "draft": gradient_path("DRaFT", last_steps=8),
-        "refl": {"recipe": {"gradient_path": {"last_steps": 4}}},  # 11 of 25 steps are 4 of 8
+        "draft_lv": published("draft_lv"),
+        "refl": gradient_path("ReFL", last_steps=4),  # 11 of 25 steps are 4 of 8
+        "drtune": published("drtune"),
+        "leap_align": published("leap_align"),
+        "flowbp_sparse": published("flowbp_sparse"),
         "align_prop": gradient_path("AlignProp"),
         "vader": gradient_path("VADER", step="random"),
-        "flowbp_bridge": gradient_path("FlowBPBridge"),
-        "flowbp_lagrange": gradient_path("FlowBPLagrange"),
+        "flowbp_bridge": gradient_path("FlowBPBridge", EXTRA),
+        "flowbp_lagrange": gradient_path("FlowBPLagrange", EXTRA),
         "direct_align": gradient_path("DirectAlign"),
         "srpo": {
             "recipe": gradient_path("DirectAlign", directions="both")["recipe"]
