@@ -39,7 +39,7 @@ def study(loss: str, base: str, siblings: int, chains: dict, only: int) -> Study
         },
         budget=24_192,
         steps=lambda _files, _place, _budget: UPDATES,
-        rates=(1e-3, 2e-3, 4e-3),
+        rates=(2e-3, 4e-3),
         evaluations=1,
         tuning_seed=101,
     )
