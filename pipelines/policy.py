@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from pipelines.network.checkpoint_checks import (
 from pipelines.network.estimates import evaluation_flops, plan_activations, plan_network
 from pipelines.network.network import Network, check_setup
 from pipelines.network.schedules import build_scheduler, check_sigmas, shift_schedule
-from pipelines.network.speed import fastest_attention, set_attention
+from pipelines.network.speed import fastest_attention
 from pipelines.network.verification import verify_saved
 from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
 from pipelines.parts.folder import Config, Folder
@@ -203,12 +202,9 @@ class DiffusersPolicy(Policy):
 
 def _choose_attention(network: Network, device: torch.device, num_tokens: int) -> None:
     """Set the attention backend of the loaded denoisers, if it is chosen by measurement."""
-    if (speed := network.setup.speed).attention == "auto":
-        trained = [network.components[name] for name in network.trained]
-        found = fastest_attention(trained[0], (network.rows, num_tokens), network.dtype, device)
-        network.setup = replace(network.setup, speed=replace(speed, attention=found))
-        for denoiser in trained:
-            set_attention(found, denoiser)
+    if network.setup.speed.attention == "auto":
+        trained, shape = network.components[network.trained[0]], (network.rows, num_tokens)
+        network.set_attention(fastest_attention(trained, shape, network.dtype, device))
 
 
 def compute_plan(policy: DiffusersPolicy) -> ModelPlan:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from flowalign.data.tensor_store import StoredPrompts
 from flowalign.distributed.context_parallel import check_degree, list_divisors
@@ -68,20 +69,23 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
             assert network, "the run file was checked"
             assert processes.scheduler is not None, "processes that compute together meet"
             network.divide_context(processes.context.mesh, processes.scheduler.wait_for_group)
+        _agree_on_attention(policy, setup, processes)
         return
     from flowalign.distributed.shard_weights import Shards, copy_without_values
 
     check_world(sharding, processes.world)
     network.loads_to_cpu = True
     shards = Shards(processes, sharding.shard_degree or processes.world)
-    empty = None
+    empty = list[nn.Module]()
     for _ in take_turns(processes):  # whole networks are in main memory until they are sharded
         _load(policy, processes, costs)
         if all(p.requires_grad for p in policy.denoiser.parameters()):
-            empty = copy_without_values(policy.denoiser)
+            empty.append(copy_without_values(policy.denoiser))
         shards.add_all(network.modules())
-    if empty is not None:
-        network.frozen_copy = partial(shards.frozen_copy, policy.denoiser, empty, network.blocks)
+    _agree_on_attention(policy, setup, processes, *empty)
+    if empty:
+        frozen_copy = partial(shards.frozen_copy, policy.denoiser, empty[0], network.blocks)
+        network.frozen_copy = frozen_copy
 
 
 def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
@@ -92,9 +96,17 @@ def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Proce
 
 
 def _load(policy: Policy, processes: Processes, costs: Costs) -> None:
-    automatic = policy.network is not None and policy.network.setup.speed.attention == "auto"
     policy.load(processes.device)
-    if automatic and policy.network:
-        why = "the fastest measured" if processes.device.type == "cuda" else "not measured on a CPU"
-        get_log()(f"speed.attention auto: {policy.network.setup.speed.attention}, {why}")
     costs.count(policy.denoiser)
+
+
+def _agree_on_attention(
+    policy: Policy, setup: Setup, processes: Processes, *copies: nn.Module
+) -> None:
+    """Use the backend that the first process measured; others may have measured another one."""
+    if (network := policy.network) is None or setup.speed.attention != "auto":
+        return
+    first = processes.merge({"speed": network.setup.speed})["speed"].attention
+    network.set_attention(first, *copies)
+    why = "the fastest measured" if processes.device.type == "cuda" else "not measured on a CPU"
+    get_log()(f"speed.attention auto: {first}, {why}")

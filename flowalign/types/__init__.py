@@ -33,6 +33,7 @@ from flowalign.types.losses import (
     steps_of,
 )
 from flowalign.types.model import (
+    Attention,
     DifferentiableDecoder,
     InputSpec,
     ModelPlan,

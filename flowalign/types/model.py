@@ -57,7 +57,8 @@ class Speed:
     attention: Attention = "native"
     """Attention backend of diffusers. It must be installed and have a backward pass. `native` is
     torch's default. Other backends round differently; each run checks its first ratio. auto: the
-    fastest at the shape of the run, measured at the start and remembered for the card."""
+    fastest at the shape of the run, measured at the start and remembered for the card. All
+    processes use what the first one measured."""
     compile: bool = False
     """Whether to compile the blocks with torch.compile, for all batch shapes at once. It takes a
     minute or more at the start."""

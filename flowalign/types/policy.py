@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flowalign.types.model import (
+    Attention,
     DifferentiableDecoder,
     InputSpec,
     ModelPlan,
@@ -70,9 +71,7 @@ class Policy(metaclass=ABCMeta):
         return self.guidance if self.configured_guidance is None else self.configured_guidance
 
     def without_guidance(self) -> "Policy":
-        """Return this policy with a conditional `velocity`, without guidance.
-
-        Weights are shared. A model without guidance is returned unchanged.
+        """Return this policy without guidance, with shared weights; itself if it has none.
 
         Raises:
             ValueError: The policy's guidance cannot be turned off.
@@ -93,8 +92,7 @@ class Policy(metaclass=ABCMeta):
     """Reason why `embed` takes no stored media, as text after the class name; empty if it does."""
 
     no_features: str = ""
-    """Reason why a critic cannot read the denoiser's features, as text after the class name; empty
-    if it can."""
+    """Reason why a critic cannot read the denoiser's features, like `no_media`; empty if it can."""
 
     fps: float | None = None
     """Frames per second of decoded clips; None for images."""
@@ -217,12 +215,15 @@ class TrainedNetwork(ABC):
         """Return the repeated blocks of a trained network, or of a copy of one."""
 
     @abstractmethod
+    def set_attention(self, name: Attention, *copies: nn.Module) -> None:
+        """Let the trained networks, `copies`, and later loaded ones use an attention backend."""
+
+    @abstractmethod
     def divide_context(self, mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
         """Evaluate the loaded networks in context parallel with the other processes of a mesh.
 
         The mesh has the dimensions `ring`, of size 1, and `ulysses`. `meet` is called before each
-        evaluation with a description of it. Afterwards each process holds a partial gradient of a
-        parameter; the sum over the processes is the gradient.
+        evaluation with a description of it. Afterwards each process holds a partial gradient.
         """
 
     @abstractmethod

@@ -4,21 +4,17 @@ Frozen weights can stay in main memory, with diffusers' group offloading.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import Offload, Setup
+from flowalign.types import Attention, Offload, Setup
 from pipelines.network.cuda_graphs import GraphedForward
-from pipelines.network.lora_layers import (
-    restore_adapters,
-    skip_input_casts,
-    speed_up_adapters,
-)
+from pipelines.network.lora_layers import restore_adapters, skip_input_casts, speed_up_adapters
 from pipelines.network.quantization import cast_layerwise, quantizers
-from pipelines.network.speed import current_precision, recompute_blocks, speed_up
+from pipelines.network.speed import current_precision, recompute_blocks, set_attention, speed_up
 from pipelines.network.weights import (
     DTYPES,
     Lora,
@@ -255,6 +251,11 @@ class Denoisers:
             if self.setup.speed.graphs:
                 self.components[name].forward = GraphedForward(self.components[name])
         return self.join({})
+
+    def set_attention(self, name: Attention, *copies: nn.Module) -> None:
+        for network in (*(self.components[trained] for trained in self.trained), *copies):
+            set_attention(name, network)
+        self.setup = replace(self.setup, speed=replace(self.setup.speed, attention=name))
 
     def _speed_up_adapter(self, denoiser: Any) -> None:
         if not self.lora or self.setup.quantization.denoiser != "none":
