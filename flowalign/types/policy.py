@@ -249,8 +249,7 @@ class TrainedNetwork(ABC):
     ) -> float | None:
         """Write the weights of the loaded policy, which cannot be used afterwards.
 
-        Returns the largest difference after the target's public loader reads the file back; None if
-        that loader is not installed.
+        Returns the largest difference that the public loader finds; None if it is not installed.
         """
 
 

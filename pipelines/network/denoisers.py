@@ -240,7 +240,8 @@ class Denoisers:
             denoiser = self.components[name]
             prepare_training(denoiser, self.lora)
             place_adapter(denoiser, denoiser.device)
-            self._speed_up_adapter(denoiser)
+            if self.lora and self.setup.quantization.denoiser == "none":
+                _speed_up_adapter(denoiser, self.setup, self.loads_to_cpu)
             if self.gradient_checkpointing:
                 recompute_blocks(denoiser, self.setup.speed.kept_blocks or 0.0)
         for name in self.names:
@@ -256,15 +257,6 @@ class Denoisers:
         for network in (*(self.components[trained] for trained in self.trained), *copies):
             set_attention(name, network)
         self.setup = replace(self.setup, speed=replace(self.setup.speed, attention=name))
-
-    def _speed_up_adapter(self, denoiser: Any) -> None:
-        if not self.lora or self.setup.quantization.denoiser != "none":
-            return
-        if self.setup.speed.compile:
-            skip_input_casts(denoiser)
-        else:  # sharding and offloading replace parameters in each evaluation
-            keeps = not self.loads_to_cpu and self.setup.offload == "none"
-            speed_up_adapters(denoiser, keep_copies=keeps)
 
     def cast_layerwise(self, denoiser: Any) -> None:
         """Store a denoiser's layers and adapter in float8 if the setup asks for it."""
@@ -296,3 +288,11 @@ class Denoisers:
         """Load the weights that `save` wrote."""
         for name in self.trained:
             load_weights(name, self.components[name], folder)
+
+
+def _speed_up_adapter(denoiser: Any, setup: Setup, sharded: bool) -> None:
+    if setup.speed.compile:
+        skip_input_casts(denoiser)
+    else:  # sharding and offloading replace parameters in each evaluation
+        keeps = not sharded and setup.offload == "none"
+        speed_up_adapters(denoiser, keep_copies=keeps)
