@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("flowalign", "pipelines", "reward_models")
 FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 SOURCES = {path: path.read_text() for path in FILES}
-MAX_FILE, MAX_FUNCTION, MAX_METHODS, MAX_PARAMETERS = 300, 45, 16, 8
+MAX_FILE, MAX_FUNCTION, MAX_METHODS, MAX_PARAMETERS = 400, 45, 16, 8
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -70,7 +70,7 @@ def test_the_measure_finds_what_is_too_large():
         "wide: 9 parameters",
         "Crowd: 17 methods",
     ]
-    assert over_budget("x = 1\n" * 301) == ["file: 301 lines"]
+    assert over_budget("x = 1\n" * 401) == ["file: 401 lines"]
     assert over_budget("def fine(self, a, b, c, d, e, f, g, h): ...\n") == []
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from assets import random_sd3, random_wan
 from flowalign.runs import Run, load
-from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Request
+from flowalign.types.trajectory import take_rows
 from pipelines.policy import DiffusersPolicy
 
 

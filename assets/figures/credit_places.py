@@ -27,8 +27,8 @@ from flowalign.functional import resampling
 from flowalign.functional.agreement import spearman
 from flowalign.functional.resizing import average_on_grid
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.sampling_settings import Sampling
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings

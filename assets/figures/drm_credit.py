@@ -32,9 +32,9 @@ from flowalign.credit import Branch, Gain, LatentGain, NextLatent, Outcome
 from flowalign.distributed.processes import Processes
 from flowalign.functional.advantage import group_center
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.rollout_settings import credit_requirements
 from flowalign.types import CreditEstimator
 from flowalign.types.trajectory import Completion
 from pipelines.families.sd3 import SD3

@@ -34,11 +34,11 @@ from flowalign.functional.surrogate import StepWeight, step_weights
 from flowalign.functional.transition import sample_next, transition
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Branching, Chain, Comb, Tree
-from flowalign.sampling.complete_states import credit_requirements, evaluate_velocity
 from flowalign.sampling.sampling_settings import Sampling
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.rollout_settings import RolloutSettings
+from flowalign.training.rollouts.rollout_settings import RolloutSettings, credit_requirements
 from flowalign.types import CreditEstimator, Request, Trajectory
 from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator

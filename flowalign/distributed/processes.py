@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 from flowalign.distributed.collective_scheduler import SOON, CollectiveScheduler, expect_all_ranks
 from flowalign.distributed.context_parallel import Context, check_degree, form_context
 from flowalign.distributed.launch import STORE
 from flowalign.utils.console import Patience, say
-from flowalign.utils.imports import LazyModule
 
 if TYPE_CHECKING:
-    from torch.distributed import tensor as dtensor
-else:
-    dtensor = LazyModule("torch.distributed.tensor")
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -179,19 +177,21 @@ def take_turns(processes: Processes) -> Iterator[None]:
         processes.scheduler.wait_for_turn()
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether this rank holds only a part of a tensor."""
-    return isinstance(tensor, dtensor.DTensor)
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, with shared memory, or an unsharded tensor."""
-    return tensor.to_local() if isinstance(tensor, dtensor.DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; all ranks that share it must call this."""
-    return tensor.full_tensor() if isinstance(tensor, dtensor.DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))

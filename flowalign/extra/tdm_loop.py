@@ -32,12 +32,11 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
-from flowalign.training.engine import EngineLoop, StepData, Term, make_update
+from flowalign.training.engine import EngineLoop, StepData, Term, WeightChecks, make_update
 from flowalign.training.recipe import Log
 from flowalign.training.reference import find_scale
 from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.training.update_checks import WeightChecks
 from flowalign.types import Batch
 from flowalign.types.losses import Loss
 from flowalign.types.trajectory import Completion

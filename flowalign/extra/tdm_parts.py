@@ -12,12 +12,10 @@ from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.transition import per_row
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.rewards.checked import OnFailure as OnFailedReward
-from flowalign.sampling.complete_states import take_rows
-from flowalign.training.ema import EMA, Ramp
+from flowalign.training.engine import OnFailedCheck
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.reference import TrainedWeights, guide
+from flowalign.training.reference import EMA, Ramp, TrainedWeights, guide
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.update_checks import OnFailure
 from flowalign.types import Batch, Cond, Trajectory, VelocityField
 from flowalign.types.ranges import (
     DenoisingSteps,
@@ -27,6 +25,7 @@ from flowalign.types.ranges import (
     PositiveInt,
     require_ranges,
 )
+from flowalign.types.trajectory import take_rows
 from flowalign.utils.seeds import generator
 
 
@@ -101,7 +100,7 @@ class TDMSettings:
     micro_batch: PositiveInt = 32
     """Number of samples at one boundary per forward and backward pass; with a surrogate, whole
     groups. It changes memory, not the update."""
-    on_failed_check: OnFailure = "raise"
+    on_failed_check: OnFailedCheck = "raise"
     """Action after a failed check of the first updates. raise: the run ends. warn: a message is
     logged."""
 

@@ -15,7 +15,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_memory import peak, size
 from flowalign.training.divergence import plan_distance
-from flowalign.training.optimizers import check_kind
+from flowalign.training.learner import check_kind
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
 from flowalign.utils.tracking import check_trackers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flowalign.runs.config import Run
-from flowalign.training.optimizers import MOMENT_BYTES
+from flowalign.training.learner import MOMENT_BYTES
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Sharding
 

@@ -1,6 +1,6 @@
 from .branching import Chain as Chain, Comb as Comb, Tree as Tree
 from .calibration import Calibration as Calibration
-from .complete_states import complete as complete
+from .stepping import complete as complete
 from .sde_windows import FrameWindow as FrameWindow
 from .inference import generate as generate
 from .sampling_settings import Storage as Storage

@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.transition import FlowSDE
-from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.reward_guidance import GuidedTransition, RewardGuidance, compute_pushes
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.types import (
     Cond,
     ConditionedPrompt,

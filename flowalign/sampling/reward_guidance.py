@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from flowalign.functional.reward_ascent import nrg_velocity, reward_gradient
 from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity, per_row
-from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Cond, LatentReward, Policy
 from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
+from flowalign.types.trajectory import take_rows
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from flowalign.functional.reward_ascent import (
     noise_weights,
 )
 from flowalign.functional.transition import per_row
-from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.inference import encode_once
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.types import Cond, Policy, Request, VelocityField
 from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
 

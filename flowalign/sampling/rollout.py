@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flowalign.functional.solver import merge_steps, thin_schedule
 from flowalign.functional.transition import Gaussian, log_density
-from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.sampling_settings import Sampling, Storage
 from flowalign.sampling.stepping import RolloutNoise, RolloutVelocities, Stepper
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
+from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.costs import stage
 
 Key = TypeVar("Key")

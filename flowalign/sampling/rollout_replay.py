@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.path_gradient import straight_through
-from flowalign.sampling.complete_states import take_rows
 from flowalign.types import Cond, Policy, Replay, Trajectory, VelocityField
+from flowalign.types.trajectory import take_rows
 from flowalign.utils.seeds import generator
 
 

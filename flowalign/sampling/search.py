@@ -16,12 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.transition import FlowSDE, Kernel, sample_next, transition
-from flowalign.sampling.complete_states import evaluate_velocity, take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.sampling_settings import NoiseLevel
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.types import Cond, LatentReward, Policy, Request
 from flowalign.types.ranges import PositiveInt, require_ranges
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, take_rows
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Function that returns the weighted reward of clean latents."""

@@ -1,19 +1,20 @@
-"""Take the steps of a rollout: velocities, noise, guidance, features, a second-order tail."""
+"""Take the steps of a rollout: velocities, completions, noise, features, a second-order tail."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowalign.functional.solver import second_order_step
 from flowalign.functional.transition import Gaussian, sample_next, transition
-from flowalign.sampling.complete_states import BatchedCompletion, CompletionRequest
 from flowalign.sampling.reward_guidance import GuidedTransition, compute_pushes
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import draw_frame_windows, share_outside_windows
 from flowalign.types import Cond, Policy, Trajectory, VelocityField
+from flowalign.types.trajectory import CompletionRequest, take_rows
+from flowalign.utils.costs import stage
 
 LAST_LAYERS = ("proj_out", "conv_out", "final_layer")
 """Names of the last layer in denoisers of diffusers."""
@@ -110,6 +111,93 @@ def _collect_inputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class BatchedCompletion:
+    """Completion of many intermediate states in shared batches.
+
+    All completions at the same sigma are evaluated in one batch, and the first step reuses the
+    velocity of the rollout. A completion has one row per distinct state.
+    """
+
+    def __init__(self, trajectory: Trajectory, requests: Collection[CompletionRequest]):
+        self.trajectory = trajectory
+        num_steps = trajectory.num_steps
+        paths = {request: request[1].path(request[0], num_steps) for request in requests}
+        self.ahead = {request: path for request, path in paths.items() if len(path) > 1}
+        """Remaining schedule indices of each completion, starting with the current one."""
+        self.at: dict[CompletionRequest, Tensor] = {}
+        """Current state of each started completion."""
+
+    def step(
+        self,
+        field: VelocityField,
+        k: int,
+        x: Float[Tensor, "n *latent"],
+        rows: Int[Tensor, "n"],
+        micro_batch: int,
+    ) -> Float[Tensor, "n *latent"]:
+        """Return the velocities of x, the states k of samples `rows`; advance all completions."""
+        active = [request for request in self.at if self.ahead[request][0] == k]
+        shared = self.trajectory.rows
+        samples = torch.cat([rows, *(shared.unique_rows(request[0]) for request in active)])
+        states = torch.cat([x, *(self.at[request] for request in active)])
+        if not len(states):
+            return x
+        prompt = (samples // self.trajectory.group_size).to(states.device)
+        sigma, cond = self.trajectory.sigmas[k], self.trajectory.cond
+        v = evaluate_velocity(field, states, sigma, cond, prompt, micro_batch)
+        own, *others = v.split([len(x), *(len(self.at[request]) for request in active)])
+        for request, part in zip(active, others, strict=True):
+            self._advance(request, self.at[request], part)
+        for request in self.ahead:
+            if request[0] == k and request not in self.at:
+                # The first step of a completion reuses the velocity of the rollout.
+                self._advance(request, x, own)
+        return own
+
+    def _advance(self, request: CompletionRequest, x: Tensor, v: Tensor) -> None:
+        here, there = self.ahead[request][:2]
+        self.ahead[request] = self.ahead[request][1:]
+        self.at[request] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
+
+
+@stage("sample")
+@torch.no_grad()
+def complete(
+    field: VelocityField,
+    trajectory: Trajectory,
+    requests: Collection[CompletionRequest],
+    micro_batch: int,
+) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
+    """Return completed states after a rollout, one row per distinct state.
+
+    Use it for velocity fields other than the rollout's. It makes at most T sequential calls and
+    evaluates the first velocity of every completion as well.
+    """
+    completion = BatchedCompletion(trajectory, requests)
+    no_states = trajectory.state(trajectory.num_steps, slice(0))
+    for k in range(trajectory.num_steps):
+        for request in requests:
+            if request[0] == k:
+                completion.at[request] = trajectory.unique_states(k)
+        completion.step(field, k, no_states, torch.empty(0, dtype=torch.long), micro_batch)
+    return completion.at
+
+
+def evaluate_velocity(
+    field: VelocityField,
+    x: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, "*n"],
+    cond: Cond,
+    row: Int[Tensor, "n"],
+    micro_batch: int,
+) -> Float[Tensor, "n *latent"]:
+    """Evaluate `field.velocity` in micro-batches; sample i is conditioned on row[i] of cond."""
+    parts = x.split(micro_batch)
+    sigmas = sigma.split(micro_batch) if sigma.ndim else (sigma,) * len(parts)
+    chunks = zip(parts, sigmas, row.split(micro_batch), strict=True)
+    return torch.cat([field.velocity(part, s, take_rows(cond, rows)) for part, s, rows in chunks])
 
 
 class RolloutVelocities:

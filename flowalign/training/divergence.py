@@ -19,8 +19,8 @@ from torch.nn.functional import normalize
 from flowalign.data.media.pixels import reduce_size, spread_frames, to_bytes
 from flowalign.functional.noise_matching import add_noise, sample_error
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.inference import encode_once
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.types import (
     EmbedsImages,
     MediaBatch,

@@ -263,3 +263,12 @@ def sibling_ids(trajectory: Trajectory) -> Int[Tensor, "B T"]:
     """Return ids that are equal for transitions from the same state."""
     steps = torch.arange(trajectory.num_steps)
     return trajectory.rows.source_row[:, :-1] * trajectory.num_steps + steps
+
+
+CompletionRequest = tuple[int, Completion]
+"""Index of a state, and the method of its completion."""
+
+
+def take_rows(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
+    """Return the given rows of every conditioning tensor."""
+    return {name: value[rows] for name, value in cond.items()}

@@ -27,8 +27,8 @@ from pipelines.any_pipeline.replay import (
     select_accepted,
     stop_at_network,
 )
+from pipelines.network.denoisers import current_precision
 from pipelines.network.schedules import build_scheduler
-from pipelines.network.speed import current_precision
 from pipelines.network.weights import DTYPES
 from pipelines.parts.encoding import read_hole, to_image
 from pipelines.parts.folder import Folder

@@ -4,17 +4,19 @@ Frozen weights can stay in main memory, with diffusers' group offloading.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import Attention, Offload, Setup
+from flowalign.types import Attention, Offload, Reduced, Setup
 from pipelines.network.cuda_graphs import GraphedForward
 from pipelines.network.lora_layers import restore_adapters, skip_input_casts, speed_up_adapters
 from pipelines.network.quantization import cast_layerwise, quantizers
-from pipelines.network.speed import current_precision, recompute_blocks, set_attention, speed_up
+from pipelines.network.speed import recompute_blocks, set_attention, speed_up
 from pipelines.network.weights import (
     DTYPES,
     Lora,
@@ -296,3 +298,22 @@ def _speed_up_adapter(denoiser: Any, setup: Setup, sharded: bool) -> None:
     else:  # sharding and offloading replace parameters in each evaluation
         keeps = not sharded and setup.offload == "none"
         speed_up_adapters(denoiser, keep_copies=keeps)
+
+
+_REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
+"""Precision of velocities if it is below the policy's; copies of the policy also use it."""
+
+
+def current_precision(precision: str) -> str:
+    """Return the precision of velocities now, for a policy with this precision."""
+    return _REDUCED.get() or precision
+
+
+@contextmanager
+def reduce_precision(precision: Reduced) -> Iterator[None]:
+    """Compute the velocities of all policies in a lower precision inside this context."""
+    token = _REDUCED.set(precision)
+    try:
+        yield
+    finally:
+        _REDUCED.reset(token)

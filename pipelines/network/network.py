@@ -23,10 +23,10 @@ from flowalign.types import (
 )
 from pipelines.network.context import divide_context
 from pipelines.network.cuda_graphs import check_graphs
-from pipelines.network.denoisers import Denoisers
+from pipelines.network.denoisers import Denoisers, reduce_precision
 from pipelines.network.export_formats import check_export, export
 from pipelines.network.quantization import PACKAGES
-from pipelines.network.speed import blocks_of, check_attention, reduce_precision, usable_attention
+from pipelines.network.speed import blocks_of, check_attention, usable_attention
 from pipelines.network.weights import DTYPES
 from pipelines.parts.folder import digest_files
 from pipelines.parts.libraries import attention_dispatch

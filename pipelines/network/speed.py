@@ -5,8 +5,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowalign.types import Reduced, Speed
+from flowalign.types import Speed
 from flowalign.utils.files import read_json, write_text
 from pipelines.parts.libraries import attention_dispatch
 
@@ -40,24 +38,6 @@ _REPEATS, _SECONDS = 3, 3.0
 """Timed passes of each attention backend, and seconds after which no further one is measured."""
 MOST_GRAPHS = 64
 """Number of graphs of one class of blocks after which torch stops the run (torch's default: 8)."""
-
-_REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
-"""Precision of velocities if it is below the policy's; copies of the policy also use it."""
-
-
-def current_precision(precision: str) -> str:
-    """Return the precision of velocities now, for a policy with this precision."""
-    return _REDUCED.get() or precision
-
-
-@contextmanager
-def reduce_precision(precision: Reduced) -> Iterator[None]:
-    """Compute the velocities of all policies in a lower precision inside this context."""
-    token = _REDUCED.set(precision)
-    try:
-        yield
-    finally:
-        _REDUCED.reset(token)
 
 
 def check_attention(name: str, build: Callable[[], nn.Module]) -> None:

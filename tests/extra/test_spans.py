@@ -11,9 +11,8 @@ from flowalign.functional.surrogate import ppo_clip
 from flowalign.losses import GRPO, PPOClip
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.policy_gradient.batches import minibatches
+from flowalign.training.policy_gradient.batches import join_spans, minibatches
 from flowalign.training.policy_gradient.checks import replay_drift
-from flowalign.training.policy_gradient.chunks import join_spans
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.types import CreditEstimator, StepCredit, step_of, steps_of
 from flowalign.types.trajectory import prompt_step_ids

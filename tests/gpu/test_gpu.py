@@ -9,8 +9,7 @@ from assets.bench import gpu_parts, gpu_sizes
 from flowalign import runs
 from flowalign.cli.main import main
 from flowalign.runs.config import load
-from flowalign.training.ema import EMA
-from flowalign.training.reference import AdapterOff
+from flowalign.training.reference import EMA, AdapterOff
 from pipelines.network.cuda_graphs import GraphedForward
 from tests.fixtures.device_runs import CREDIT_METHODS, method, shared, two_steps
 

@@ -15,7 +15,7 @@ from flowalign.rewards.combine import Multipliers
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, TransformedValues
 from flowalign.training.checkpoint import restore, save
-from flowalign.training.rollouts.advantage_config import not_dominated
+from flowalign.training.rollouts.advantages import not_dominated
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import (
     Loadable,

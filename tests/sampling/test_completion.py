@@ -6,14 +6,14 @@ import torch
 
 from flowalign.credit.chain import Gain
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.complete_states import complete, take_rows
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.stepping import complete
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, take_rows
 from flowalign.utils.costs import Costs
 from tests.fixtures.credited import credited
 from tests.fixtures.embedded import new_sd3

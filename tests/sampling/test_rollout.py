@@ -17,15 +17,15 @@ from flowalign.functional.transition import (
 )
 from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.complete_states import complete, evaluate_velocity, take_rows
 from flowalign.sampling.inference import generate
 from flowalign.sampling.rollout import RolloutOutputs, Storage, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.stepping import complete, evaluate_velocity
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, take_rows
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.credited import credited

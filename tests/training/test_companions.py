@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from flowalign.training import checkpoint
-from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer
-from flowalign.training.reference import Guided, TrainedWeights, conditional
+from flowalign.training.reference import EMA, Guided, TrainedWeights, conditional
 from flowalign.types import Request
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy

@@ -11,8 +11,7 @@ from flowalign.runs.config import load
 from flowalign.runs.planning import plan
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import put_back, state_tensors
-from flowalign.training.learner import Optimizer
-from flowalign.training.optimizers import MOMENT_BYTES, new_optimizer
+from flowalign.training.learner import MOMENT_BYTES, Optimizer, new_optimizer
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
@@ -119,7 +118,7 @@ def test_divided_parameters_are_refused_by_the_plan(kind):
 
 def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
     absent = lambda name: None if name == "bitsandbytes" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr("flowalign.training.optimizers.find_spec", absent)
+    monkeypatch.setattr("flowalign.training.learner.find_spec", absent)
     with pytest.raises(
         ConfigError, match=r"needs bitsandbytes: pip install 'flowalign-diffusion\[quanti"
     ):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flowalign.functional.noise_matching import add_noise
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.complete_states import evaluate_velocity
 from flowalign.sampling.inference import encode_once
+from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.types import Policy, Request
 from flowalign.utils.seeds import generator
 

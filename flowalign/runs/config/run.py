@@ -18,10 +18,10 @@ from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.runs.policy_setup import check_device, encode_prompts, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.compatibility import check_requests
-from flowalign.training.ema import Ema
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
+from flowalign.training.reference import Ema
 from flowalign.types import (
     Offload,
     Policy,

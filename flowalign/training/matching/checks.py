@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from flowalign.functional.noise_matching import sample_error
+from flowalign.training.engine import AuxiliaryTerms, WeightChecks
 from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples, prepare
 from flowalign.training.matching.residuals import matching_residuals
 from flowalign.training.matching.state_source import ForwardNoise
 from flowalign.training.recipe import Log
-from flowalign.training.update_checks import AuxiliaryTerms, WeightChecks
 from flowalign.types import Batch
 
 _TOLERANCE = 1e-3

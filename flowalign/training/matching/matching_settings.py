@@ -6,6 +6,7 @@ from typing import get_args
 
 from flowalign.functional.noise_matching import Space
 from flowalign.losses.matching.dpo import DPO
+from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.reference_models import (
     Average,
     AverageName,
@@ -16,7 +17,6 @@ from flowalign.training.matching.reference_models import (
 )
 from flowalign.training.matching.state_source import ForwardNoise, StateSource
 from flowalign.training.matching.times import LogitNormal, Times
-from flowalign.training.update_checks import OnFailure
 from flowalign.types import MatchingLoss, Policy
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, require_ranges
 
@@ -70,7 +70,7 @@ class MatchingSettings:
     displacement_patience: NonNegativeInt = 25
     """Number of consecutive updates with winners matched worse than by the reference, after which
     the run reports likelihood displacement. 0: never."""
-    on_failed_check: OnFailure = "raise"
+    on_failed_check: OnFailedCheck = "raise"
     """Action after a failed check of the first updates. raise: the run ends. warn: a message is
     logged."""
 

@@ -11,7 +11,6 @@ import torch
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_located_requests, read_requests
-from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
@@ -35,6 +34,7 @@ from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSetting
 from flowalign.types import Batch, ModelPlan, Trajectory
 from flowalign.types.losses import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges
+from flowalign.types.trajectory import take_rows
 from flowalign.utils.seeds import generator
 
 

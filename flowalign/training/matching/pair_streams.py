@@ -16,7 +16,6 @@ from typing_extensions import override
 from flowalign.data.preference.preference_data import Rule
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import generate
 from flowalign.training.learner import Learner
 from flowalign.training.matching.noising import num_examples, pairs_of
@@ -35,6 +34,7 @@ from flowalign.training.rollouts.advantages import (
 from flowalign.training.rollouts.collecting import compute_credit
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import Batch, Request, StepCredit, Trajectory, encode_requests
+from flowalign.types.trajectory import take_rows
 from flowalign.utils.costs import stage
 from flowalign.utils.seeds import generator
 

@@ -15,9 +15,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.training.checkpoint_files import check_start
-from flowalign.training.ema import EMA, Ramp
 from flowalign.training.learner import Learner
-from flowalign.training.reference import WeightOverride, check_guidance, find_scale, guide
+from flowalign.training.reference import (
+    EMA,
+    Ramp,
+    WeightOverride,
+    check_guidance,
+    find_scale,
+    guide,
+)
 from flowalign.types import Policy, VelocityField
 from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt, require_ranges
 

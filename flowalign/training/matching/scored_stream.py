@@ -14,7 +14,6 @@ from flowalign.functional.agreement import spearman
 from flowalign.functional.pairing import estimate_unsampled
 from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
-from flowalign.sampling.complete_states import take_rows
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.rollout import empty_trajectory
 from flowalign.training.matching.reward_ascent import Mover, with_states
@@ -24,7 +23,7 @@ from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, Cond, Request, Trajectory
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, take_rows
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Function from trained steps to the completed states that their credit is computed from."""

@@ -13,7 +13,6 @@ from flowalign.functional.transition import DanceSDE
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
 from flowalign.sampling.calibration import Gains, calibrate
-from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
@@ -21,6 +20,7 @@ from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGr
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.rollouts.collecting import completion_values
 from flowalign.types import Request
+from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.seeds import generator
 
 FILE = "calibration.json"

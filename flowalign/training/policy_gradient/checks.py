@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flowalign.functional.transition import log_density
+from flowalign.training.engine import MOST_STEPS, AuxiliaryTerms, WeightChecks
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch, minibatches
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.recipe import Log
-from flowalign.training.update_checks import MOST_STEPS, AuxiliaryTerms, WeightChecks
 from flowalign.types import Batch, VelocityField, step_of, steps_of
 from flowalign.utils.costs import Costs, stage
 

@@ -16,11 +16,11 @@ from flowalign.credit.chain import Outcome
 from flowalign.data.media.encode import arrange_grid, write_picture
 from flowalign.data.media.pixels import reduce_size, spread_frames
 from flowalign.sampling.branching import Branching, Chain
-from flowalign.sampling.complete_states import CompletionRequest
 from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.policy_gradient.policy_gradient_loop import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
+from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.files import write_text
 from flowalign.utils.tracking import MAX_ROWS, PLACES, CreditRecord
 

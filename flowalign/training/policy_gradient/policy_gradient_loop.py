@@ -24,9 +24,14 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.engine import EngineLoop, Statistics, StepData, Term, make_update
 from flowalign.training.learner import Learner
 from flowalign.training.matching.regulariser import StoredTerms
-from flowalign.training.policy_gradient.batches import RolloutBatch, parts, policy_term
+from flowalign.training.policy_gradient.batches import (
+    RolloutBatch,
+    parts,
+    policy_term,
+    prepare_for_loss,
+    with_log_ratios,
+)
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
-from flowalign.training.policy_gradient.chunks import prepare_for_loss, with_log_ratios
 from flowalign.training.policy_gradient.measured import Averages
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import StepGradients

@@ -8,9 +8,9 @@ from flowalign.functional.surrogate import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.calibration import Calibration
-from flowalign.training import update_checks
+from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.regulariser import OptionalRegulariser
-from flowalign.training.policy_gradient.chunks import check_chains
+from flowalign.training.policy_gradient.batches import check_chains
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import Recipe, TrainingPrompts
@@ -67,7 +67,7 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
     """Action after a failed reward. raise: the run ends. drop_sample: transitions with unknown
     credit are not trained. drop_group: transitions of the other samples of the prompt at the same
     step are not trained either."""
-    on_failed_check: update_checks.OnFailure = "raise"
+    on_failed_check: OnFailedCheck = "raise"
     """Action after a failed check of the first updates. raise: the run ends. warn: a message is
     logged."""
 

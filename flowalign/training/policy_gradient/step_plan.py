@@ -7,7 +7,6 @@ import torch
 
 from flowalign.credit.branch import mask_extremes
 from flowalign.functional.surrogate import find_spans
-from flowalign.sampling.complete_states import credit_requirements
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.policy_gradient.step_gradients import projected_size
@@ -19,6 +18,7 @@ from flowalign.training.rollouts.rollout_plan import (
     rollout_rows,
     rollout_work,
 )
+from flowalign.training.rollouts.rollout_settings import credit_requirements
 from flowalign.types import ModelPlan, Setup, Sharding, Trajectory
 from flowalign.utils.seeds import generator
 

@@ -22,7 +22,14 @@ from flowalign.functional.path_gradient import reward_gradient_loss
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.latent_gradient import LatentGradient, latent_gradient
 from flowalign.sampling.rollout_replay import CachedReplay
-from flowalign.training.engine import EngineLoop, Statistics, StepData, Term, make_update
+from flowalign.training.engine import (
+    EngineLoop,
+    Statistics,
+    StepData,
+    Term,
+    WeightChecks,
+    make_update,
+)
 from flowalign.training.learner import Learner
 from flowalign.training.matching.regulariser import StoredTerms
 from flowalign.training.recipe import Log
@@ -31,7 +38,6 @@ from flowalign.training.reward_gradient.reward_gradient_settings import (
     RewardGradientSettings,
     chosen_frames,
 )
-from flowalign.training.update_checks import WeightChecks
 from flowalign.types import Batch, MediaBatch, RewardOutput, SampleView, Trajectory
 from flowalign.types.losses import Loss
 from flowalign.utils.seeds import generator

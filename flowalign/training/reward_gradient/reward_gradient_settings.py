@@ -10,7 +10,7 @@ from flowalign.losses.reward_gradient import Maximise, RewardLoss
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import ControlWords
-from flowalign.training import update_checks
+from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.reward_gradient.dry_run import Cost, cost
 from flowalign.training.reward_gradient.start import FromRollouts, Start
@@ -83,7 +83,7 @@ class RewardGradientSettings(OptionalRegulariser):
     on_failed_reward: OnFailure = "raise"
     """Action after a failed reward. raise: the run ends. drop_sample: the sample gets no gradient
     but still counts in the mean."""
-    on_failed_check: update_checks.OnFailure = "raise"
+    on_failed_check: OnFailedCheck = "raise"
     """Action after a failed check of the first updates. raise: the run ends. warn: a message is
     logged."""
 

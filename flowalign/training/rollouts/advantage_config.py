@@ -3,14 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
 from flowalign.data.requests import read_located_requests
 from flowalign.functional.advantage import Combine, Scale
-from flowalign.rewards.checked import OnFailure
-from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.recipe import RunContext
@@ -138,23 +132,3 @@ class AdvantageConfig:
                 f"{type(run.conditioning).__name__} assigns a single reward to each prompt, so "
                 "prompts cannot be compared with each other: set scale to group"
             )
-
-
-def drop_failed(
-    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
-) -> Bool[Tensor, "B T"]:
-    """Return True for transitions to train: all usable ones, or only fully usable groups."""
-    if on_failure != "drop_group":
-        return usable
-    whole = usable.unflatten(0, (-1, group_size)).all(1)
-    return whole.repeat_interleave(group_size, 0)
-
-
-def not_dominated(
-    pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
-) -> Bool[Tensor, "n"]:
-    """Return True for samples to train: no other sample of the prompt or step dominates them."""
-    if pareto == "off":
-        return torch.ones(len(final), dtype=torch.bool)
-    group = group if pareto == "group" else torch.zeros_like(group)
-    return pareto_mask(final, final.isfinite(), group, rewards.weights)

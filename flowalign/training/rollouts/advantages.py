@@ -25,11 +25,16 @@ from flowalign.functional.advantage import (
 )
 from flowalign.functional.pairing import shorten_extremes
 from flowalign.functional.resizing import average_on_grid, normalise_mean
+from flowalign.rewards.checked import OnFailure
+from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
-from flowalign.training.rollouts.advantage_config import AdvantageConfig, drop_failed, not_dominated
+from flowalign.training.rollouts.advantage_config import AdvantageConfig, Pareto
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Request, StepCredit
-from flowalign.types.ranges import UnitInterval, require_ranges
+from flowalign.types.ranges import (
+    UnitInterval,
+    require_ranges,
+)
 
 
 @dataclass(frozen=True)
@@ -294,3 +299,23 @@ class RewardMap:
             worst = maps.amax(tuple(range(1, maps.ndim)), keepdim=True) - maps
             return weigh_places(advantage, normalise_mean(maps), normalise_mean(worst), self.blend)
         return add_places(advantage, compare_places(maps, trajectory.group_size), self.blend)
+
+
+def drop_failed(
+    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
+) -> Bool[Tensor, "B T"]:
+    """Return True for transitions to train: all usable ones, or only fully usable groups."""
+    if on_failure != "drop_group":
+        return usable
+    whole = usable.unflatten(0, (-1, group_size)).all(1)
+    return whole.repeat_interleave(group_size, 0)
+
+
+def not_dominated(
+    pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
+) -> Bool[Tensor, "n"]:
+    """Return True for samples to train: no other sample of the prompt or step dominates them."""
+    if pareto == "off":
+        return torch.ones(len(final), dtype=torch.bool)
+    group = group if pareto == "group" else torch.zeros_like(group)
+    return pareto_mask(final, final.isfinite(), group, rewards.weights)

@@ -16,9 +16,9 @@ from flowalign.credit.critic import explained_variance
 from flowalign.functional.advantage import favour_diversity, nearest_distance
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import TransformedValues
-from flowalign.sampling.complete_states import CompletionRequest, complete
 from flowalign.sampling.rollout import RolloutOutputs, concat_trajectories, sample
 from flowalign.sampling.sampling_settings import Sampling
+from flowalign.sampling.stepping import complete
 from flowalign.training.learner import Learner
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.advantages import (
@@ -35,6 +35,7 @@ from flowalign.training.rollouts.state_values import (
     OutcomeHistory,
 )
 from flowalign.types import Policy, Request, StepCredit, Trajectory, ValueFunction
+from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.seeds import generator
 
 

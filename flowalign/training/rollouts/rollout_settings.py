@@ -1,24 +1,29 @@
 """Define the settings of rollouts: sampling, values, credit and advantages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn
 
 import torch
+from torch import Tensor
 
 from flowalign.credit.chain import Outcome
 from flowalign.credit.critic import Critic
-from flowalign.sampling.complete_states import (
-    CompletionRequest,
-    CreditRequirements,
-    credit_requirements,
-)
 from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.types import CreditEstimator, Trajectory, plain_requests
+from flowalign.types import (
+    CreditEstimator,
+    LatentReward,
+    PastOutcomes,
+    SharedRows,
+    StepCredit,
+    Trajectory,
+    ValueFunction,
+    plain_requests,
+)
 from flowalign.types.ranges import PositiveInt
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, CompletionRequest
 
 SEVERAL = 10**6
 """Index of a late training step; its window is checked in addition to the first one."""
@@ -49,6 +54,106 @@ class RolloutFields:
     def rollout_fields(self) -> dict[str, Any]:
         """Return the shared settings by name."""
         return {one.name: getattr(self, one.name) for one in fields(RolloutFields)}
+
+
+@dataclass(frozen=True)
+class CreditRequirements:
+    """Requirements of a credit method on a rollout, found with a trajectory of zeros."""
+
+    credit: StepCredit
+    """Credit that the method assigned to the zeros."""
+    requested: tuple[CompletionRequest, ...]
+    """States that the method requests values for."""
+    read: frozenset[int]
+    """Indices of the states that the method reads directly."""
+    observed: frozenset[int]
+    """Indices of the states with features that the method or its critic reads."""
+    predicted: frozenset[int]
+    """Indices of the states with outcomes that the critic predicts."""
+    history: int
+    """Number of earlier training steps with outcomes that the method uses."""
+    scored: tuple[tuple[LatentReward, int], ...] = ()
+    """Pairs of a latent reward and the index of a state that it scores for the method."""
+
+
+def credit_requirements(
+    method: CreditEstimator, empty: Trajectory, how: Completion
+) -> CreditRequirements:
+    """Return the requirements of a credit method on a rollout.
+
+    Raises:
+        ValueError: The method cannot be applied to trajectories with the layout of `empty`.
+    """
+    values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
+    hidden = _Zeros(empty.rows)
+    credit = method(replace(empty, states=states, hidden=hidden), values)
+    requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
+    observed = frozenset(hidden.read | values.critic_read)
+    return CreditRequirements(
+        credit,
+        requested,
+        frozenset(states.read | {k for _, k in values.scores}),
+        observed,
+        frozenset(values.critic_read),
+        values.history,
+        tuple(sorted(values.scores, key=lambda each: each[1])),
+    )
+
+
+class _RecordedValues(ValueFunction):
+    """Value function that returns 0 and records the requested states."""
+
+    def __init__(self, method: str, empty: Trajectory, how: Completion):
+        self.method, self.empty, self.how = method, empty, how
+        self.requested: set[CompletionRequest] = set()
+        self.history = 0
+        self.critic_read: set[int] = set()
+        self.scores: set[tuple[LatentReward, int]] = set()
+
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        end = self.empty.num_steps
+        self._check("value", ks, end)
+        self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        self.history = max(self.history, num_steps)
+        return None
+
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        self._check("prediction", ks, self.empty.num_steps - 1)
+        self.critic_read.update(ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
+        self._check("latent reward", ks, self.empty.num_steps)
+        self.scores.update((reward, k) for k in ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def _check(self, what: str, ks: Sequence[int], last: int) -> None:
+        for k in ks:
+            if not 0 <= k <= last:
+                raise ValueError(
+                    f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
+                )
+
+
+class _Zeros(Mapping[int, Tensor]):
+    """Zeros as placeholders for states or features, with a record of the indices that are read."""
+
+    def __init__(self, rows: SharedRows):
+        self.rows = rows
+        self.read: set[int] = set()
+
+    def __getitem__(self, k: int) -> Tensor:
+        self.read.add(k)
+        return torch.zeros(len(self.rows.unique_rows(k)), 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.read)
+
+    def __len__(self) -> int:
+        return len(self.read)
 
 
 @dataclass(frozen=True, kw_only=True)

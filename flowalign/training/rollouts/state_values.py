@@ -12,7 +12,6 @@ from torch import Tensor
 from flowalign.credit.critic import FittedCritic
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards, Scoring
-from flowalign.sampling.complete_states import CompletionRequest, take_rows
 from flowalign.types import (
     LatentReward,
     PastOutcomes,
@@ -21,7 +20,7 @@ from flowalign.types import (
     Trajectory,
     ValueFunction,
 )
-from flowalign.types.trajectory import Completion
+from flowalign.types.trajectory import Completion, CompletionRequest, take_rows
 from flowalign.utils.costs import stage
 
 

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowalign.runs.config import load
-from flowalign.training.ema import EMA
-from flowalign.training.reference import AdapterOff, TrainedWeights
+from flowalign.training.reference import EMA, AdapterOff, TrainedWeights
 from flowalign.types import Request
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError

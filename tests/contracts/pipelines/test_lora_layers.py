@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowalign.training.ema import EMA
-from flowalign.training.reference import TrainedWeights
+from flowalign.training.reference import EMA, TrainedWeights
 from flowalign.types import Request
 from flowalign.utils.adapters import adapters_off
 from pipelines.network.lora_layers import restore_adapters, skip_input_casts

@@ -13,7 +13,6 @@ from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.ema import Ema
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import matching_loop
@@ -24,7 +23,7 @@ from flowalign.training.matching.reference_models import (
     Teacher,
 )
 from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.reference import WeightOverride, conditional
+from flowalign.training.reference import Ema, WeightOverride, conditional
 from flowalign.types import UserConditioning, plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy

@@ -24,12 +24,12 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.training.checkpoint import latest, read_loop
-from flowalign.training.ema import EMA
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
+from flowalign.training.reference import EMA
 from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator

@@ -10,8 +10,7 @@ from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO, DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.chunks import join_chunks
+from flowalign.training.policy_gradient.batches import join_chunks, minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.types import CreditEstimator, StepCredit
 from flowalign.types.trajectory import prompt_step_ids

@@ -19,7 +19,6 @@ from flowalign.losses.policy_gradient.grpo import (
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
