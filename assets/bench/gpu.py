@@ -121,7 +121,7 @@ def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> ar
 
 
 def _header(name: str, size: Any, args: dict[str, Any]) -> dict[str, Any]:
-    from flowalign.cli.doctor import machine, versions
+    from flowalign.utils.machine import machine, versions
 
     git = ["git", "-C", str(ROOT)]
     commit, changed = (

@@ -15,7 +15,7 @@ from drawing import KINDS, METHODS, percent_axis
 
 from flowalign.functional.degradation import student_quantile
 from flowalign.functional.resampling import LEVEL
-from flowalign.reports.comparison import Method, at_budget, common_budget, methods_of
+from flowalign.studies.comparison import Method, at_budget, common_budget, methods_of
 
 HERE = Path(__file__).parent
 STUDIES = {

@@ -27,7 +27,7 @@ from equal_cost import (
     tuned,
 )
 
-from flowalign.reports.comparison import compare, methods_of
+from flowalign.studies.comparison import compare, methods_of
 
 
 def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drawing import draw_curves
 
-from flowalign.reports.comparison import compare, methods_of
+from flowalign.studies.comparison import compare, methods_of
 
 HERE = Path(__file__).parent
 AXES = {"reward_calls": "reward calls", "network_evaluations": "evaluations", "seconds": "seconds"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flowalign.reports.comparison import Axis, Comparison
+from flowalign.studies.comparison import Axis, Comparison
 
 KINDS = {
     "outcome": ("policy gradient, reward of the final image", "#0072b2"),

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from flowalign.reports.comparison import Comparison, Method, compare
-from flowalign.reports.comparison_page import write_comparison
 from flowalign.studies.compare import ComparisonRequest, Single, curve, held_out, read
+from flowalign.studies.comparison import Comparison, Method, compare
+from flowalign.studies.comparison_page import write_comparison
 from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent

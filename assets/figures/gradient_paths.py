@@ -37,9 +37,9 @@ from equal_cost import (
     tuned,
 )
 
-from flowalign.reports.comparison import compare, methods_of, seed_statistics
-from flowalign.reports.comparison_page import with_std
 from flowalign.runs.config import load
+from flowalign.studies.comparison import compare, methods_of, seed_statistics
+from flowalign.studies.comparison_page import with_std
 from flowalign.training import RewardGradient
 
 BASE, EXTRA = "configs/shapes_draft.yaml", "flowalign.extra"

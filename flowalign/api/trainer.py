@@ -17,9 +17,9 @@ from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.model_card import describe_subject
 from flowalign.runs.planning import plan, shorten_plan
+from flowalign.runs.run_directory import find_latest
 from flowalign.runs.session import Session, start
 from flowalign.runs.train_session import explain_out_of_memory, iterate, measure
-from flowalign.training import checkpoint
 from flowalign.types import Request, RewardModel
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
@@ -142,7 +142,7 @@ class Trainer:
     @property
     def state(self) -> Path | None:
         """Return the newest checkpoint, from which `resume=True` continues; None without one."""
-        return checkpoint.latest(self.output_dir / "checkpoints")
+        return find_latest(self.output_dir)
 
     @property
     def result(self) -> Result:

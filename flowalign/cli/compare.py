@@ -12,8 +12,8 @@ from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
 
 if TYPE_CHECKING:
-    from flowalign.reports.comparison import BenchmarkLine, Comparison
     from flowalign.studies.compare import Benchmark
+    from flowalign.studies.comparison import BenchmarkLine, Comparison
 
 HELP = "Train several run files with several seeds, and compare."
 
@@ -99,8 +99,8 @@ def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
 
 def _print_benchmark(benchmark: "Benchmark", lines: "Sequence[BenchmarkLine]") -> None:
     """Print each number with its std over seeds, and the differences with 95 % intervals."""
-    from flowalign.reports.comparison_page import with_interval, with_std
     from flowalign.reports.pages import score
+    from flowalign.studies.comparison_page import with_interval, with_std
 
     for line in lines:
         rows = {"before training": score(line.base)}
@@ -115,9 +115,9 @@ def _print_tables(comparison: "Comparison") -> None:
 
     After training, the difference to the baseline follows, with its 95 % interval.
     """
-    from flowalign.reports.comparison_chart import DRAWN, spent_by_all, words
-    from flowalign.reports.comparison_page import count, with_interval, with_std
     from flowalign.reports.pages import score
+    from flowalign.studies.comparison_chart import DRAWN, spent_by_all, words
+    from flowalign.studies.comparison_page import count, with_interval, with_std
 
     rows, least = comparison.rows, "smallest detectable difference"
     finals = {

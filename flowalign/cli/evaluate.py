@@ -1,7 +1,6 @@
 """Evaluate a run file's model, or a checkpoint of it: `flowalign eval`."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,15 +8,10 @@ from typing import TYPE_CHECKING
 from flowalign.cli.options import SEED, add_config, add_processes, read_settings, shard, whole
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import table
-from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.errors import ConfigError, TrainingFailure, convert_value_errors
 from flowalign.utils.files import to_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flowalign.distributed.processes import Processes
-    from flowalign.rewards.composite import Rewards
-    from flowalign.runs.config import Run
     from flowalign.studies.benchmark.benchmark_job import BenchmarkRun
 
 HELP = "Evaluate a run file's model, or a checkpoint of it, on its prompts or on a benchmark."
@@ -67,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
     from flowalign.runs.config import load
-    from flowalign.training.divergence import list_encoders, measure_distance
-    from flowalign.training.held_out_evaluation import evaluate
+    from flowalign.runs.evaluate_weights import check_processes, check_weights, evaluate_weights
 
     if args.benchmark:
         return _run_benchmark(args)
@@ -81,24 +74,12 @@ def run(args: argparse.Namespace) -> int:
         )
     cfg = replace(run_file.evaluation, watch=None)  # only training compares evaluations
     if weights:
-        _check_weights(Path(weights))
+        check_weights(Path(weights))
     if starts_others(args.processes):
-        _check_processes(run_file, len(cfg.items()), args.processes)
+        check_processes(run_file, len(cfg.items()), args.processes)
         relaunch(Launch(args.processes), args.words)
-    with convert_value_errors():
-        rewards, processes = _load_models(run_file)
-    sampled = cfg, processes, run_file.conditioning
-    base: Mapping[str, Tensor] = {}
-    if args.distance:
-        encoders = replace(rewards, models=list_encoders(rewards.models), weight_of={})
-        base = evaluate(run_file.policy, encoders, *sampled).features
-    if weights:
-        with convert_value_errors():
-            run_file.policy.load_weights(weights)
-    result = evaluate(run_file.policy, rewards, *sampled)
-    requests = [request for _, request in cfg.items()]
-    metrics = result.metrics | measure_distance(base, result.features, requests)
-    if processes.is_main:
+    metrics = evaluate_weights(run_file, cfg, weights, args.distance)
+    if metrics is not None:
         rows = {name: f"{value:.4f}" for name, value in metrics.items()}
         table(f"{weights or 'before training'}", rows)
         print(to_json(metrics))  # noqa: T201
@@ -114,51 +95,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--distance needs --weights CHECKPOINT, the weights to compare")
     if len(args.weights or ()) > 1:
         raise ConfigError("several --weights need --benchmark NAME")
-
-
-@convert_value_errors()
-def _check_processes(run_file: "Run", prompts: int, processes: int) -> None:
-    """Raise ConfigError if there are too few cores, GPUs or prompts for the processes."""
-    from flowalign.distributed.processes import check_fits
-    from flowalign.runs.policy_setup import check_world
-
-    check_fits(processes, run_file.device)
-    check_world(run_file.sharding, processes)
-    if prompts < run_file.sharding.groups(processes):
-        raise ConfigError(
-            f"--processes is {processes}, but evaluation has {prompts} samples; "
-            f"give at most {prompts * run_file.sharding.context_degree}"
-        )
-
-
-def _check_weights(folder: Path) -> None:
-    """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
-    from flowalign.training import checkpoint
-    from flowalign.training.checkpoint_files import require_weights
-
-    with convert_value_errors():
-        require_weights(folder)
-    if newest := checkpoint.latest(folder / "checkpoints"):
-        raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
-    if not any(path.is_file() for path in folder.rglob("*")):
-        raise ConfigError(f"--weights {folder} is a folder without files")
-    with convert_value_errors("--weights: "):
-        checkpoint.check_weights(folder)
-
-
-def _load_models(run_file: "Run") -> "tuple[Rewards, Processes]":
-    """Load the policy and the rewards; return these, and the processes that evaluate together."""
-    import torch
-
-    from flowalign.distributed.processes import join
-
-    if run_file.threads:
-        torch.set_num_threads(run_file.threads)
-    processes = join(run_file.device, run_file.sharding.context_degree)
-    rewards = run_file.build_rewards(ranks=processes)
-    run_file.load_rewards(rewards)
-    run_file.load_policy(processes)
-    return rewards, processes
 
 
 @convert_value_errors()
@@ -214,7 +150,6 @@ def _name_folders(run: "BenchmarkRun") -> str:
 def _run_shards(args: argparse.Namespace) -> int:
     """Run this command once per shard, in parallel, and then once to merge."""
     from flowalign.distributed.processes import check_fits
-    from flowalign.training.learner import TrainingFailure
     from flowalign.utils.console import say
     from flowalign.utils.subprocesses import run_all, shard_jobs
 

@@ -101,11 +101,11 @@ def build_job(args: argparse.Namespace) -> "SamplingJob":
     """Return the sampling job of the options and the run file."""
     import yaml
 
+    from flowalign.data.compatibility import check_requests
     from flowalign.data.requests import hash_requests, locate_prompts, read_located_requests_once
     from flowalign.runs.config import load
     from flowalign.runs.sampling_job import SamplingJob, usual_sampler
     from flowalign.runs.steering import build_steering
-    from flowalign.training.compatibility import check_requests
 
     run_file, text = load(*read_settings(args))
     given = ("--prompt", args.prompt)

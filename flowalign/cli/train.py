@@ -22,7 +22,7 @@ from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.run_events import Journal, notify, notify_failure
 
 if TYPE_CHECKING:
-    from flowalign.runs.config import LoadedRun, Run
+    from flowalign.runs.config import LoadedRun
 
 HELP = "Train from a run file."
 _PROCESS_OPTIONS = {
@@ -117,12 +117,12 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     """Check everything that needs no weights, before several processes start."""
     from flowalign.distributed.processes import check_fits
     from flowalign.runs.planning import plan
-    from flowalign.runs.run_directory import check_resume, check_start
+    from flowalign.runs.run_directory import check_resume, check_start, find_checkpoint
 
     run_file, config = loaded.run, loaded.annotate()
     if not args.address:
         check_fits(args.processes, run_file.device)
-    if resume := args.resume and _find_checkpoint(run_file, args.resume):
+    if resume := args.resume and find_checkpoint(run_file, args.resume):
         check_resume(run_file, config, resume)
     else:
         check_start(run_file, config, args.overwrite)
@@ -132,24 +132,23 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
 def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
     """Print the plan, train, and print the outcome; store the command in the run directory."""
     from flowalign.runs.planning import plan, shorten_plan
+    from flowalign.runs.run_directory import find_checkpoint, find_latest
     from flowalign.runs.session import start
     from flowalign.runs.train_session import explain_out_of_memory, train
-    from flowalign.training import checkpoint
 
     log, run_file = get_log(), loaded.run
     folder = Path(run_file.output_dir)
     world = int(os.environ.get("WORLD_SIZE", 1))
     is_main = os.environ.get("RANK", "0") == "0"
     with convert_value_errors():
-        from_checkpoint = _find_checkpoint(run_file, args.resume) if args.resume else None
-        if is_main and from_checkpoint and from_checkpoint != folder:
-            checkpoint.check_complete(from_checkpoint)  # before the plan, which builds modules
+        # Before the plan, which builds modules; one process reads all files of the checkpoint.
+        resume = find_checkpoint(run_file, args.resume, whole=is_main) if args.resume else None
         rows = plan(run_file, world)
         if is_main:
             table(f"plan of {folder}", shorten_plan(rows))
         notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
         with explain_out_of_memory(run_file, world), notice:
-            session = start(run_file, loaded.annotate(), log, from_checkpoint, args.overwrite)
+            session = start(run_file, loaded.annotate(), log, resume, args.overwrite)
             with Journal(folder, args.command) if is_main else nullcontext():
                 summary = train(session)
     if is_main:
@@ -157,7 +156,7 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
         about = {name: summary[name] for name in ("steps", "seconds", "before", "after")}
         notify(run_file.notify, summary["status"], folder, about, log)
         log(f"report: {folder / 'report.html'}")
-        if saved := checkpoint.latest(folder / "checkpoints"):
+        if saved := find_latest(folder):
             averaged = f"; averaged weights (evaluated): {saved / 'ema'}" if run_file.ema else ""
             log(f"weights: {saved}{averaged}")
     if summary["status"] == "interrupted":
@@ -175,27 +174,6 @@ def _continuation(folder: Path, args: argparse.Namespace) -> str:
     known = os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID or args.executor == "ray"
     by_others = "RANK" in os.environ and not known
     return shlex.join(words) + (", started by the same launcher" if by_others else "")
-
-
-def _find_checkpoint(run_file: "Run", resume: str) -> Path | None:
-    """Return a checkpoint that has all its files, or the directory of a run that has none yet.
-
-    None for an empty directory, in which the run begins.
-    """
-    from flowalign.runs.run_directory import CONFIG
-    from flowalign.training import checkpoint
-    from flowalign.utils.folders import is_unused
-
-    folder = Path(run_file.output_dir)
-    path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
-    if path is None and (folder / CONFIG).is_file():
-        return folder
-    if path is None and is_unused(folder):
-        return None
-    if path is None:
-        raise ConfigError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
-    checkpoint.read_loop(path)  # the quick checks, on every process
-    return path
 
 
 def _format_outcome(summary: dict) -> dict[str, str]:

@@ -17,8 +17,9 @@ from flowalign.reward_training.training_parts import (
     Schedule,
     first_stage,
 )
-from flowalign.training.learner import Optimizer, TrainingFailure
+from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone, Head
+from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.seeds import generator
 
 _RECORDS_AT_ONCE = 256

@@ -34,10 +34,10 @@ from flowalign.training.held_out_evaluation import (
     evaluate,
     save_grid,
 )
-from flowalign.training.learner import TrainingFailure
 from flowalign.types import describe_conditioning, prompts_of
 from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
+from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
 from flowalign.utils.run_events import hide_in_settings

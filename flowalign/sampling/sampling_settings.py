@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.transition import FlowSDE, Kernel
-from flowalign.sampling.branching import Branching, BranchLayout, Chain, arrange_samples
+from flowalign.sampling.branching import Branching, BranchLayout, Chain, Comb, arrange_samples
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.sampling.sde_windows import AllButLast, FrameWindow, SDEWindow
 from flowalign.types import Policy, Reduced
@@ -211,6 +211,19 @@ class Sampling:
                 f"{self.kernel.largest_eta:g}, the level at which a step replaces all noise"
             )
         return arranged
+
+    def as_combs(self, combs: int, children: int, window: int) -> "Sampling":
+        """Return the settings with `combs` combs per prompt, for a window of so many steps.
+
+        The children of a state share their noise after it, and untrained steps have none.
+        """
+        return replace(
+            self,
+            branching=Comb(children=children, common_noise=True),
+            samples_per_prompt=combs * ((children - 1) * window + 1),
+            seeds_per_prompt=combs,
+            untrained_steps="ode",
+        )
 
     def num_starts(self, steps: Sequence[int]) -> int:
         """Return the number of different initial noises per prompt."""

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flowalign.reports.comparison import Comparison, Curve, Method, Point
-from flowalign.reports.comparison import compare as compared
-from flowalign.reports.comparison_page import write_comparison
 from flowalign.reports.records import read_json
 from flowalign.runs.config import Run, load
 from flowalign.runs.planning import plan
-from flowalign.runs.run_directory import find_changes, shorten_list
-from flowalign.training import checkpoint
+from flowalign.runs.run_directory import find_changes, find_latest, shorten_list
+from flowalign.studies.comparison import Comparison, Curve, Method, Point
+from flowalign.studies.comparison import compare as compared
+from flowalign.studies.comparison_page import write_comparison
 from flowalign.training.divergence import list_distances
-from flowalign.training.learner import TrainingFailure
-from flowalign.utils.errors import ConfigError
+from flowalign.utils.errors import ConfigError, TrainingFailure
 from flowalign.utils.files import read_object
 from flowalign.utils.folders import is_unused
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
@@ -237,7 +235,7 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
     summary = folder / "summary.json"
     if summary.exists() and read_object(summary).get("status") == "finished":
         return "keep"
-    return "resume" if checkpoint.latest(folder / "checkpoints") else "overwrite"
+    return "resume" if find_latest(folder) else "overwrite"
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowalign.reports.comparison import (
-    BenchmarkLine,
-    Comparison,
-    find_difference,
-    seed_statistics,
-)
-from flowalign.reports.comparison_page import write_comparison
 from flowalign.studies.compare import Benchmark, ComparisonRequest, Log
+from flowalign.studies.comparison import BenchmarkLine, Comparison, find_difference, seed_statistics
+from flowalign.studies.comparison_page import write_comparison
 from flowalign.training.checkpoint_files import latest
-from flowalign.training.learner import TrainingFailure
+from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import read_object
 from flowalign.utils.subprocesses import CommandJob, run_all
 

@@ -6,12 +6,13 @@ checkpoints, evaluation and checks.
 
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.held_out_evaluation import Evaluation
-from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.policy_gradient import PolicyGradient
 from flowalign.training.recipe import Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import EMA
 from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradient
+from flowalign.utils.errors import TrainingFailure
 
 __all__ = [
     "EMA",

@@ -24,11 +24,12 @@ from typing_extensions import override
 
 from flowalign.distributed.processes import Processes
 from flowalign.losses.gradient_squares import POLICY, PREFIX
-from flowalign.training.learner import Learner, TrainingFailure
+from flowalign.training.learner import Learner
 from flowalign.training.recipe import Loop
 from flowalign.types import Batch
 from flowalign.types.losses import Loss
 from flowalign.utils.costs import stage
+from flowalign.utils.errors import TrainingFailure
 
 Losses = Callable[[Batch], Iterable[Loss]]
 """Function that yields the loss of a micro-batch, or several losses to backpropagate in turn."""

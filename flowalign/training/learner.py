@@ -28,12 +28,7 @@ from flowalign.types.ranges import (
     UnitInterval,
     require_ranges,
 )
-from flowalign.utils.errors import RunFailure
-
-
-class TrainingFailure(RunFailure):
-    """Error that stops training: it cannot continue, or an automatic check failed."""
-
+from flowalign.utils.errors import TrainingFailure
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_offloaded"]
 

@@ -47,3 +47,7 @@ def describe_error(error: BaseException, own: str | None = None) -> str:
     place = (users or frames)[-1]
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message:.300} ({place.filename}:{place.lineno})"
+
+
+class TrainingFailure(RunFailure):
+    """Error that stops training: it cannot continue, or an automatic check failed."""

@@ -6,11 +6,11 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.reports import comparison_page
-from flowalign.reports.comparison import Curve, Method, Point
-from flowalign.reports.comparison import compare as compared
 from flowalign.studies import compare_benchmark
 from flowalign.studies.compare import Benchmark, ComparisonRequest
 from flowalign.studies.compare_benchmark import evaluate_benchmark
+from flowalign.studies.comparison import Curve, Method, Point
+from flowalign.studies.comparison import compare as compared
 
 
 def result():

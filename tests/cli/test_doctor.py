@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowalign.cli import doctor
+from flowalign.utils import machine
 from tests.fixtures.commands import exit_code
 
 SD3 = ["doctor", "--pipeline", "assets/shapes/sd3", "--height", "32", "--width", "32"]
@@ -65,7 +65,7 @@ print("CPU seconds", time.process_time())
 
 def test_doctor_and_recipes_answer_at_once_without_network_and_torch(tmp_path):
     """A machine without a GPU needs no torch, whose import alone takes seconds."""
-    if doctor.has_accelerator():
+    if machine.has_accelerator():
         pytest.skip("torch is asked about the GPU of this machine")
     command = [sys.executable, "-c", OFFLINE]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -75,19 +75,19 @@ def test_doctor_and_recipes_answer_at_once_without_network_and_torch(tmp_path):
 
 
 def test_gpus_of_amd_and_apple_are_named(monkeypatch):
-    monkeypatch.setattr(doctor, "has_accelerator", lambda: True)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: True)
     card = SimpleNamespace(name="MI300X", total_memory=192 * 2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    found = doctor.machine()
+    found = machine.machine()
     assert found["gpu"] == "MI300X, 192 GiB (ROCm 6.4)"
     assert "not supported: runs use the CPU" in found["mps"]
-    assert doctor.gpu_bytes() == 192 * 2**30
+    assert machine.gpu_bytes() == 192 * 2**30
 
 
 def test_a_device_that_torch_cannot_use_is_told(monkeypatch):
-    monkeypatch.setattr(doctor, "has_accelerator", lambda: True)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert doctor.machine()["gpu"] == f"a device that torch {torch.__version__} ignores"
+    assert machine.machine()["gpu"] == f"a device that torch {torch.__version__} ignores"

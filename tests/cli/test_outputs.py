@@ -106,7 +106,7 @@ def test_a_metric_without_a_value_is_null_in_the_line_of_json(capsys, tmp_path, 
     run.write_text(text + f"evaluation: {{prompts: {{here: {tmp_path / 'prompts.txt'}}}}}\n")
     metrics = {"eval/redness": math.nan, "eval/seconds": 1.5}
     found = SimpleNamespace(metrics=metrics, features={})
-    monkeypatch.setattr("flowalign.training.held_out_evaluation.evaluate", lambda *given: found)
+    monkeypatch.setattr("flowalign.runs.evaluate_weights.evaluate", lambda *given: found)
     assert exit_code("eval", str(run)) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(line, parse_constant=pytest.fail) == {

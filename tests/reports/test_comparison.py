@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from flowalign.reports.comparison import (
+from flowalign.reports.run_report import write_report
+from flowalign.studies.comparison import (
     AXES,
     Band,
     Curve,
@@ -30,9 +31,8 @@ from flowalign.reports.comparison import (
     seed_statistics,
     value_at,
 )
-from flowalign.reports.comparison_chart import list_charts
-from flowalign.reports.comparison_page import page, write_comparison
-from flowalign.reports.run_report import write_report
+from flowalign.studies.comparison_chart import list_charts
+from flowalign.studies.comparison_page import page, write_comparison
 from tests.fixtures.pages import addresses, charts
 
 
@@ -198,7 +198,7 @@ def test_a_baseline_that_ends_where_it_began_needed_nothing_and_gives_no_share()
 
 
 def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.studies.comparison_page.picture", lambda *_: b"")
     write_comparison(tmp_path, compare("exact_match", [PLAIN, DENSE]), ["dense seed 2"])
     content = json.loads((tmp_path / "compare.json").read_text())
     again = methods_of(content)
@@ -210,7 +210,7 @@ def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatc
 
 
 def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.studies.comparison_page.picture", lambda *_: b"")
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
     write_report(folder)
@@ -238,7 +238,7 @@ def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
 
 
 def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.studies.comparison_page.picture", lambda *_: b"")
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
     told = {"warnings": {"diversity": "after 15 steps diversity is 0.3"}}

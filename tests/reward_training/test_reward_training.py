@@ -31,8 +31,9 @@ from flowalign.reward_training.losses import (
 from flowalign.reward_training.model_folder import restore_state, save_state
 from flowalign.reward_training.training import RewardTrainer, weigh_losses
 from flowalign.reward_training.training_parts import Dimension, Ridge, Schedule
-from flowalign.training.learner import Optimizer, TrainingFailure
+from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone
+from flowalign.utils.errors import TrainingFailure
 from reward_models.backbones.heads import MLP, Linear, PromptGated
 from tests.fixtures.training import checked
 

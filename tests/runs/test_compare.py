@@ -18,13 +18,13 @@ from PIL import Image
 
 from flowalign.cli import main as cli
 from flowalign.reports import comparison_page
-from flowalign.reports.comparison import AXES, Comparison
-from flowalign.reports.comparison_chart import spent_by_all
 from flowalign.runs import train_session
 from flowalign.runs.config import load
 from flowalign.studies import compare as comparing
 from flowalign.studies.compare import ComparisonRequest, compare, curve, held_out
-from flowalign.training.learner import TrainingFailure
+from flowalign.studies.comparison import AXES, Comparison
+from flowalign.studies.comparison_chart import spent_by_all
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.commands import exit_code
 from tests.fixtures.pages import addresses, charts
 from tests.fixtures.pixel import Redness

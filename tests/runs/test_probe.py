@@ -23,10 +23,10 @@ from flowalign.studies.probe.measure import (
     probes,
 )
 from flowalign.studies.probe.sums import BlockSums, adam_scale, projection
-from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import RewardOutput, plain_requests
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.credited import credited
 from tests.fixtures.pixel import Redness
 from tests.fixtures.small_run import go, new_run

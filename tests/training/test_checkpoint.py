@@ -21,8 +21,9 @@ from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.checkpoint_files import check_start
-from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, metrics, state

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
+from flowalign.data.compatibility import check_requests
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config import load
-from flowalign.training.compatibility import check_requests
 from flowalign.types import InputSpec, Loadable, Request
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.pixel import PixelPolicy, Redness

@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 
 import torch
 
+from flowalign.data.compatibility import check_requests
 from flowalign.data.requests import read_located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.runs.policy_setup import check_device, encode_prompts, load_policy
 from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.compatibility import check_requests
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from flowalign.data.compatibility import check_requests
 from flowalign.data.requests import hash_requests
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import build_reward_models, load_rewards
@@ -20,7 +21,6 @@ from flowalign.studies.benchmark.benchmark_job import (
 from flowalign.studies.benchmark.card import Card, load_card
 from flowalign.studies.benchmark.items import read_prompts
 from flowalign.studies.benchmark.results import Used
-from flowalign.training.compatibility import check_requests
 from flowalign.types import Request
 from flowalign.utils.folders import check_folder_path
 

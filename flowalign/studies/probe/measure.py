@@ -17,11 +17,10 @@ from flowalign.functional.signal import Products, sibling_gain
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.runs.session import RunParts, compute_batch, open_run
-from flowalign.sampling.branching import Comb
 from flowalign.studies.probe.probe_settings import Setting, Weights, remove_place
 from flowalign.studies.probe.sums import GradientSums, adam_scale
 from flowalign.training.engine import Statistics, Term, accumulate
-from flowalign.training.learner import Learner, TrainingFailure
+from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term
 from flowalign.training.policy_gradient.policy_gradient_settings import (
     PolicyGradientSettings,
@@ -32,6 +31,7 @@ from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Trajectory
 from flowalign.types.trajectory import sibling_ids
 from flowalign.utils.costs import Costs
+from flowalign.utils.errors import TrainingFailure
 
 FEWEST = 6
 """Smallest number of batches; with it, each half still has two batches after leaving one out."""
@@ -213,13 +213,7 @@ def outcome_variance(
     """
     recipe, learner = require_policy_gradient(run.recipe), parts.learner
     window, num_steps = recipe.rollouts.window(0), recipe.sampling.num_steps
-    sampling = replace(
-        recipe.sampling,
-        branching=Comb(children=children, common_noise=True),
-        samples_per_prompt=2 * ((children - 1) * len(window) + 1),
-        seeds_per_prompt=2,
-        untrained_steps="ode",
-    )
+    sampling = recipe.sampling.as_combs(2, children, len(window))
     cfg = replace(
         recipe.rollouts, sampling=sampling, credit=None, critic=None, advantages=AdvantageConfig()
     )

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from flowalign.runs.config import LoadedRun, load_with_origins
 from flowalign.runs.planning import plan
+from flowalign.runs.run_directory import find_latest
 from flowalign.studies.probe.sums import is_projected
 from flowalign.training import checkpoint
 from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
@@ -148,7 +149,7 @@ def find_checkpoint(path: str) -> Weights:
     if folder.name.isdecimal() and not folder.exists():
         folder = folder.with_name(f"step-{int(folder.name):06d}")
     if (folder / "checkpoints").is_dir():
-        folder = checkpoint.latest(folder / "checkpoints") or folder
+        folder = find_latest(folder) or folder
     averaged = folder.name == "ema" and folder.is_dir()
     root = folder.parent if averaged else folder
     try:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowalign.data.compatibility import check_requests
 from flowalign.rewards.composite import Rewards
-from flowalign.training.compatibility import check_requests
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from flowalign.losses import AWM, CRD, DGPO, NFT, LinearDPO
 from flowalign.training import checkpoint
-from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching import residuals
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
@@ -22,6 +21,7 @@ from flowalign.training.matching.reference_models import (
 from flowalign.training.matching.times import Uniform
 from flowalign.training.reference import EMA, Guided, Ramp, conditional, unguided
 from flowalign.types import Batch, plain_requests
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import pairs, recipe, train

@@ -13,10 +13,10 @@ from flowalign.losses.matching.dpo import DPO
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.engine import WeightChecks
-from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.reference import EMA
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import new_learner
 

@@ -15,12 +15,12 @@ from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.sft import SFT
 from flowalign.sampling.inference import generate
-from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching.checks import MatchingChecks, measure_held_out
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.types import ALONE, MatchingLoss, plain_requests
+from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import Given, pairs, recipe, train

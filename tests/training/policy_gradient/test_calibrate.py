@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.cli import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.chain import Gain
 from flowalign.data.requests import Requests, read_requests
@@ -139,7 +138,7 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
     assert len(read_calibration(folder / "calibration.json").iterations) == call
     run = new_run(folder, Mortal())
     assert run_directory.is_opening(folder, run.recipe)
-    assert train._find_checkpoint(run, "latest") == folder
+    assert run_directory.find_checkpoint(run, "latest") == folder
     levels(new_run(folder, Mortal()))
     expected = (tmp_path / "whole" / "calibration.json").read_bytes()
     assert (folder / "calibration.json").read_bytes() == expected

@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from flowalign.losses.policy_gradient.grpo import GRPO, DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.rewards.composite import Rewards
-from flowalign.training.learner import TrainingFailure
 from flowalign.types import PolicyLoss
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import new_learner, new_recipe, new_rewards, train

@@ -19,7 +19,7 @@ from flowalign.losses.policy_gradient.grpo import (
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.learner import Optimizer, TrainingFailure
+from flowalign.training.learner import Optimizer
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.rollouts.collecting import completion_values, rollout
@@ -36,6 +36,7 @@ from flowalign.types import (
 )
 from flowalign.types.trajectory import prompt_step_ids
 from flowalign.utils.costs import Costs
+from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.credited import credited, judged
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train

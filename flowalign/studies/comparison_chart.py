@@ -4,8 +4,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.reports.comparison import DISTANCE, Axis, Comparison
 from flowalign.reports.pages import INK, Chart, Line
+from flowalign.studies.comparison import DISTANCE, Axis, Comparison
 from flowalign.utils.imports import import_optional
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")

@@ -5,7 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flowalign.reports.comparison import (
+from flowalign.reports.credit_view import CreditView, read_credit
+from flowalign.reports.pages import render, score
+from flowalign.reports.records import read_json
+from flowalign.reports.run_report import COMPARISON_LINK, write_report
+from flowalign.studies.comparison import (
     AXES,
     Axis,
     BenchmarkLine,
@@ -15,7 +19,7 @@ from flowalign.reports.comparison import (
     SeedStatistics,
     leads,
 )
-from flowalign.reports.comparison_chart import (
+from flowalign.studies.comparison_chart import (
     DRAWN,
     is_cut,
     list_charts,
@@ -24,10 +28,6 @@ from flowalign.reports.comparison_chart import (
     swatch,
     words,
 )
-from flowalign.reports.credit_view import CreditView, read_credit
-from flowalign.reports.pages import render, score
-from flowalign.reports.records import read_json
-from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_json, write_text
 
 Benchmarks = Mapping[str, Sequence[BenchmarkLine]]

@@ -1,0 +1,79 @@
+"""Evaluate a run file's model, or trained weights of it, on its held-out prompts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowalign.distributed.processes import Processes, check_fits, join
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.config import Run
+from flowalign.runs.policy_setup import check_world
+from flowalign.runs.run_directory import find_latest
+from flowalign.training import checkpoint_files
+from flowalign.training.divergence import list_encoders, measure_distance
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
+from flowalign.utils.errors import ConfigError, convert_value_errors
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
+    with convert_value_errors():
+        checkpoint_files.require_weights(folder)
+    if newest := find_latest(folder):
+        raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise ConfigError(f"--weights {folder} is a folder without files")
+    with convert_value_errors("--weights: "):
+        checkpoint_files.check_weights(folder)
+
+
+@convert_value_errors()
+def check_processes(run: Run, prompts: int, processes: int) -> None:
+    """Raise ConfigError if there are too few cores, GPUs or prompts for the processes."""
+    check_fits(processes, run.device)
+    check_world(run.sharding, processes)
+    if prompts < run.sharding.groups(processes):
+        raise ConfigError(
+            f"--processes is {processes}, but evaluation has {prompts} samples; "
+            f"give at most {prompts * run.sharding.context_degree}"
+        )
+
+
+def evaluate_weights(
+    run: Run, cfg: Evaluation, weights: str | None, distance: bool
+) -> dict[str, float] | None:
+    """Load the model, and return its metrics; None on all processes except the main one.
+
+    `distance` adds the distances to samples without the weights.
+
+    Raises:
+        ConfigError: Models or weights cannot be used.
+    """
+    with convert_value_errors():
+        rewards, processes = _load_models(run)
+    sampled = cfg, processes, run.conditioning
+    base: Mapping[str, Tensor] = {}
+    if distance:
+        encoders = replace(rewards, models=list_encoders(rewards.models), weight_of={})
+        base = evaluate(run.policy, encoders, *sampled).features
+    if weights:
+        with convert_value_errors():
+            run.policy.load_weights(weights)
+    result = evaluate(run.policy, rewards, *sampled)
+    requests = [request for _, request in cfg.items()]
+    metrics = {**result.metrics, **measure_distance(base, result.features, requests)}
+    return metrics if processes.is_main else None
+
+
+def _load_models(run: Run) -> tuple[Rewards, Processes]:
+    """Load the policy and the rewards; return these, and the processes that evaluate together."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device, run.sharding.context_degree)
+    rewards = run.build_rewards(ranks=processes)
+    run.load_rewards(rewards)
+    run.load_policy(processes)
+    return rewards, processes
