@@ -83,10 +83,7 @@ COMPLETE = {"loop", "rewards", "values", "policy"}
 COMPLETED = {
     "flowalign/runs/config/run.py": "the network gets the setup of its run before any check",
     "flowalign/runs/policy_setup.py": "loading opens the cache of the text encoder",
-    "flowalign/training/reference.py": "a copy of the policy gets its own guidance and weights",
     "pipelines/any_pipeline/inspection.py": "only a run counts evaluations of unknown pipelines",
-    "pipelines/network/verification.py": "a copy of the policy gets another network",
-    "reward_models/backbones/first_blocks.py": "a copy of the policy gets its own weights",
 }
 """Files that set attributes of such objects from outside, and why."""
 

@@ -1,6 +1,5 @@
 """Sample clean latents like the model's own pipeline, or with two prompt guidances (Parrot)."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from flowalign.types import (
     Request,
     VelocityField,
     encode_requests,
+    with_guidance,
 )
 from flowalign.utils.costs import stage
 
@@ -70,12 +70,7 @@ class PromptGuidedField(VelocityField):
 
 def without_guidance(policy: Policy) -> Policy:
     """Return a view of the policy without classifier-free guidance."""
-    if policy.evaluations_per_velocity == 1:
-        return policy
-    # The shallow copy shares the networks. Only two attributes differ.
-    plain = copy.copy(policy)
-    plain.guidance, plain.evaluations_per_velocity = 1.0, 1
-    return plain
+    return policy if policy.evaluations_per_velocity == 1 else with_guidance(policy, 1.0)
 
 
 @stage("sample")

@@ -213,9 +213,9 @@ class Sampling:
         return arranged
 
     def as_combs(self, combs: int, children: int, window: int) -> "Sampling":
-        """Return the settings with `combs` combs per prompt, for a window of so many steps.
+        """Return the settings with `combs` stochastic combs per prompt.
 
-        The children of a state share their noise after it, and untrained steps have none.
+        `window` is the number of trained steps; the other steps have no noise.
         """
         return replace(
             self,

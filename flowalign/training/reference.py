@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowalign.sampling.inference import without_guidance
 from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests
+from flowalign.types.policy import with_denoiser, with_guidance
 from flowalign.types.ranges import (
     Decay,
     NonNegativeFloat,
@@ -235,11 +236,9 @@ class FrozenCopy(VelocityField):
     """Frozen copy of the current denoiser, for full fine-tuning."""
 
     def __init__(self, policy: Policy):
-        self.policy = copy.copy(policy)
-        frozen_copy = policy.network.frozen_copy if policy.network else None
-        self.policy.denoiser = (
-            frozen_copy() if frozen_copy else copy.deepcopy(policy.denoiser).requires_grad_(False)
-        )
+        make = policy.network.frozen_copy if policy.network else None
+        copied = make() if make else copy.deepcopy(policy.denoiser).requires_grad_(False)
+        self.policy = with_denoiser(policy, copied)
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -261,8 +260,7 @@ class WeightOverride(VelocityField):
         self.exchanges = frozen_copy is None
         """Whether the weights are swapped in the policy's network instead of a separate one."""
         if frozen_copy is not None:
-            self.policy = copy.copy(policy)
-            self.policy.denoiser = frozen_copy()
+            self.policy = with_denoiser(policy, frozen_copy())
             weights.move(list(self.policy.denoiser.parameters()))
 
     @torch.no_grad()
@@ -281,9 +279,8 @@ class Guided(VelocityField):
 
     def __init__(self, field: VelocityField, guidance: float):
         plain = _policy(field)
-        policy = copy.copy(plain)
+        policy = with_guidance(plain, guidance)
         self.field = _with_policy(field, policy)
-        policy.guidance, policy.evaluations_per_velocity = guidance, 2
         guided = plain.evaluations_per_velocity > 1
         self.empty: dict[str, Tensor] = {}
         if not (guided and plain.input_spec.references[1]):  # references come with requests

@@ -56,6 +56,8 @@ from flowalign.types.policy import (
     TrainedNetwork,
     UserConditioning,
     VelocityField,
+    with_denoiser,
+    with_guidance,
 )
 from flowalign.types.prompt_conditioning import (
     PromptConditioning,

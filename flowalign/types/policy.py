@@ -83,9 +83,8 @@ class Policy(metaclass=ABCMeta):
             )
         if not self.has_guidance:
             return self
-        plain = copy.copy(self)
+        plain = with_guidance(self, 1.0)
         plain.configured_guidance = self.model_guidance
-        plain.guidance, plain.evaluations_per_velocity = 1.0, 1
         return plain
 
     no_media: str = ""
@@ -189,6 +188,23 @@ class Policy(metaclass=ABCMeta):
     @abstractmethod
     def verify_weights(self, folder: str) -> float:
         """Return the largest difference between this policy and a new pipeline from `folder`."""
+
+
+def with_guidance(policy: Policy, scale: float) -> Policy:
+    """Return the policy with another classifier-free guidance scale; 1 is no guidance.
+
+    Weights are shared.
+    """
+    copied = copy.copy(policy)
+    copied.guidance, copied.evaluations_per_velocity = scale, 1 + (scale != 1)
+    return copied
+
+
+def with_denoiser(policy: Policy, denoiser: nn.Module) -> Policy:
+    """Return the policy with another network; everything else is shared."""
+    copied = copy.copy(policy)
+    copied.denoiser = denoiser
+    return copied
 
 
 class TrainedNetwork(ABC):

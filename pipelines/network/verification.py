@@ -3,13 +3,12 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import Policy, Request, encode_requests
+from flowalign.types import Policy, Request, encode_requests, with_denoiser
 from flowalign.utils.adapters import TRAINED, active_adapters
 from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
 from pipelines.network.context import undivide
@@ -45,8 +44,7 @@ class VerificationSamples:
 
         Compiled blocks round differently, and a loaded network must differ by exactly 0.
         """
-        policy = copy(self.policy)
-        policy.denoiser = denoiser
+        policy = with_denoiser(self.policy, denoiser)
         with torch.compiler.set_stance("force_eager"):
             return policy.velocity(self.x, self.sigma, self.cond)
 

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from flowalign.functional.pooling import pool_regions, token_grid
 from flowalign.functional.rating import Features
-from flowalign.types import Cond, MediaBatch, NoisyBackbone, Policy, PositiveInt, plain_requests
+from flowalign.types import (
+    Cond,
+    MediaBatch,
+    NoisyBackbone,
+    Policy,
+    PositiveInt,
+    plain_requests,
+    with_denoiser,
+    with_guidance,
+)
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 STACKS = ("transformer_blocks", "blocks")
@@ -113,10 +122,10 @@ class BlockFeatures:
     """Whether the features also depend on the layers after the blocks."""
 
     def __init__(self, policy: Policy, blocks: int, regions: Sequence[int] | None):
-        self.policy = copy.copy(policy)
-        self.policy.guidance, self.policy.evaluations_per_velocity = 1.0, 1
+        self.policy = with_guidance(policy, 1.0)
         if not adapters_of(policy.denoiser):
-            self.policy.denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
+            own = copy.deepcopy(policy.denoiser).requires_grad_(False)
+            self.policy = with_denoiser(self.policy, own)
         self.stacks = find_stacks(self.policy.denoiser)
         self.blocks, self.regions = blocks, regions
         fewest = min(len(stack) for stack in self.stacks)
