@@ -110,15 +110,13 @@ def exchange_seconds(num_bytes: float, gpu: Gpu, world: int) -> float:
 
 
 def communication_seconds(
-    gpu: Gpu, world: int, gradient_bytes: float, updates: int, gathers: Mapping[str, float]
+    gpu: Gpu, world: int, gradient_bytes: float, updates: int, gathered_bytes: float
 ) -> float:
-    """Return the seconds of a step for gradients, and for gathered weights.
+    """Return the seconds of a step for gradients, and for the weights that a process gathers.
 
-    `gathers` maps a purpose to the bytes of weights that each process gathers for it. Nothing is
-    taken to overlap with computation, so this is an upper bound at the peak bandwidth.
+    Nothing is taken to overlap with computation, so this is an upper bound at the peak bandwidth.
     """
-    gradients = 2 * updates * exchange_seconds(gradient_bytes, gpu, world)
-    return gradients + sum(exchange_seconds(size, gpu, world) for size in gathers.values())
+    return exchange_seconds(2 * updates * gradient_bytes + gathered_bytes, gpu, world)
 
 
 def imbalance(items: int, world: int) -> float:
@@ -224,15 +222,14 @@ def _communication(
 
     FSDP2 gathers weights once per network call, and again for its backward pass.
     """
-    gathers, gradient = dict[str, float](), 4.0 * model.trainable
+    gathered, gradient = 0.0, 4.0 * model.trainable
     if run.sharding.weights == "blocks":
         weights, work = model.parameters * model.bytes_per_parameter, step.work
         _, rows = run.recipe.sampler or (0, run.recipe.micro_batch)
         rollout = ceil((work.count("sampling") + work.count("completing")) / cluster.count / rows)
         update = ceil(work.of_update(2) / cluster.count / run.recipe.micro_batch)
-        gathers = {"rollout": rollout * weights, "update": update * weights}
-    updates = run.recipe.updates
-    return communication_seconds(gpu, cluster.count, gradient, updates, gathers)
+        gathered = (rollout + update) * weights
+    return communication_seconds(gpu, cluster.count, gradient, run.recipe.updates, gathered)
 
 
 def capacity_rows(run: Run, cluster: Cluster) -> dict[str, str]:

@@ -196,7 +196,7 @@ def with_guidance(policy: Policy, scale: float) -> Policy:
     Weights are shared.
     """
     copied = copy.copy(policy)
-    copied.guidance, copied.evaluations_per_velocity = scale, 1 + (scale != 1)
+    copied.guidance, copied.evaluations_per_velocity = scale, 2 if scale > 1 else 1
     return copied
 
 

@@ -258,7 +258,7 @@ class Reading(CreditEstimator):
 
 def test_a_method_may_read_features_itself():
     cfg, _, trajectory = setting(Reading())
-    assert cfg.rollouts.observed_states(range(4)) == (1,)
+    assert cfg.rollouts.requirements(range(4)).observed == {1}
     assert sorted(trajectory.hidden) == [1]
     with pytest.raises(ValueError, match=r"features of state 2 .* states \[1\]"):
         trajectory.features(2)

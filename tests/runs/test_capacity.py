@@ -145,9 +145,7 @@ def test_rings_between_machines_use_the_links_of_all_gpus_of_a_machine():
 
 
 def test_an_all_reduce_is_two_exchanges_and_gathers_add():
-    found = communication_seconds(
-        TINY, 2, gradient_bytes=20.0, updates=3, gathers={"rollout": 40.0}
-    )
+    found = communication_seconds(TINY, 2, gradient_bytes=20.0, updates=3, gathered_bytes=40.0)
     assert found == pytest.approx(2 * 3 * 20 / 2 / 10 + 40 / 2 / 10)
 
 

@@ -11,7 +11,6 @@ import torch
 from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_located_requests, read_requests
-from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
@@ -29,6 +28,7 @@ from flowalign.training.recipe import (
     check_prompts_per_step,
     samples_row,
 )
+from flowalign.training.rollouts.collecting import rollout
 from flowalign.training.rollouts.rollout_plan import rollout_evaluations, rollout_memory
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.types import Batch, ModelPlan, Trajectory
@@ -168,19 +168,12 @@ class OnPolicyStream(BatchStream):
 
     @override
     def batch(self, step: int) -> StepExamples:
-        cfg, seed = self.cfg, self.requests.seed
+        cfg = self.cfg
         requests = self.requests.batch(step, cfg.prompts_per_step)
-        local = self.learner.processes.share(range(len(requests)))
-        trajectory = sample(
-            self.learner.policy,
-            [requests[i] for i in local],
-            cfg.sampling,
-            cfg.window(step, seed),
-            [generator(seed, "noise", step, i) for i in local],
-            keep=RolloutOutputs(),
-        )
+        trajectory = rollout(cfg.rollouts, self.learner, requests, self.requests.seed, step)
         size = cfg.sampling.samples_per_prompt
-        total, first = len(requests) * size, local[0] * size
+        first = self.learner.processes.share(range(len(requests)))[0] * size
+        total = len(requests) * size
         return StepExamples(self._examples(trajectory), first, total, visited=trajectory)
 
     def _examples(self, trajectory: Trajectory) -> Batch:

@@ -18,7 +18,7 @@ from flowalign.functional.reward_ascent import ascend_and_descend
 from flowalign.functional.transition import per_row
 from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.latent_gradient import latent_gradient
+from flowalign.rewards.latent_gradient import LatentGradient, latent_gradient
 from flowalign.training.recipe import RecipePlan
 from flowalign.training.reference import conditional
 from flowalign.types import Batch, Policy, Request, SharedRows, Trajectory
@@ -158,17 +158,31 @@ class RewardAscent(Moves, Mover):
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"]]:
         """Return the displacements of clean predictions up and down the weighted reward."""
         weighted = rewards.weighted()
-        where = "the reward gradient of a clean prediction"
+        where = ", the reward gradient of a clean prediction"
 
         def gradient(latents: Tensor) -> Tensor:
-            found = latent_gradient(
-                policy, weighted, weighted.score_with_gradient, Maximise(), latents, requests
-            )
-            if rewards.on_failure == "raise":
-                weighted.require(found.output, lambda i: f"prompt {requests[i].prompt!r}, {where}")
-            return -found.gradient
+            return -differentiate(policy, weighted, latents, requests, where).gradient
 
         return ascend_and_descend(clean, gradient, self.steps, self.radius, self.share)
+
+
+def differentiate(
+    policy: Policy,
+    rewards: Rewards,
+    latents: Float[Tensor, "n *latent"],
+    requests: Sequence[Request],
+    where: str = "",
+) -> LatentGradient:
+    """Return the weighted rewards of latents, and the gradient of their negative sum.
+
+    Raises:
+        RewardFailure: A reward failed, and `on_failure` is raise; `where` ends the message.
+    """
+    score = rewards.score_with_gradient
+    found = latent_gradient(policy, rewards, score, Maximise(), latents, requests)
+    if rewards.on_failure == "raise":
+        rewards.require(found.output, lambda i: f"prompt {requests[i].prompt!r}{where}")
+    return found
 
 
 def predict_clean(

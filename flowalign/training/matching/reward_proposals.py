@@ -13,10 +13,15 @@ from typing_extensions import override
 
 from flowalign.distributed.processes import Processes
 from flowalign.losses.matching import mend
-from flowalign.losses.reward_gradient import Maximise
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.latent_gradient import latent_gradient, score_latents
-from flowalign.training.matching.reward_ascent import Mover, Moves, predict_clean, with_states
+from flowalign.rewards.latent_gradient import score_latents
+from flowalign.training.matching.reward_ascent import (
+    Mover,
+    Moves,
+    differentiate,
+    predict_clean,
+    with_states,
+)
 from flowalign.types import Batch, Policy, Request, Trajectory
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, UnitInterval
 
@@ -113,11 +118,7 @@ class Proposer(Mover):
         """Return the weighted rewards of the samples, NaN if one failed, and their gradients."""
         reward, gradient = x.new_full((len(x),), torch.nan), torch.zeros_like(x)
         for rows in torch.arange(len(x)).split(self.cfg.micro_batch) if len(x) else ():
-            some = [asked[i] for i in rows.tolist()]
-            ask = rewards.score_with_gradient, Maximise(), x[rows], some
-            found = latent_gradient(policy, rewards, *ask)
-            if rewards.on_failure == "raise":
-                rewards.require(found.output, lambda i, r=some: f"prompt {r[i].prompt!r}")
+            found = differentiate(policy, rewards, x[rows], [asked[i] for i in rows.tolist()])
             reward[rows], gradient[rows] = found.total.to(reward), -found.gradient
         return reward, gradient
 

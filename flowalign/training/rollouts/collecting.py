@@ -98,6 +98,7 @@ def sample_prompts(
     """
     # Noise is seeded by the request's position, so ranks and batches do not change the draws.
     window = cfg.window(step, generator(seed, "window", step))
+    needs = cfg.requirements(window)
     with _use_precision(cfg.sampling, policy):
         return sample(
             policy,
@@ -105,10 +106,10 @@ def sample_prompts(
             cfg.sampling,
             window,
             [generator(seed, "noise", step, i) for i in indices],
-            finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
+            finish=[request for request in needs.requested if request[1].follows_rollout],
             keep=RolloutOutputs(
                 states=cfg.kept_states(window),
-                features=cfg.observed_states(window),
+                features=needs.observed,
                 means=cfg.needs_means,
                 graphs=cfg.keeps_graphs,
             ),
@@ -175,7 +176,7 @@ class CreditedRollouts:
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
         """Estimator of advantages, with reward weights that thresholds adapt."""
-        self.history = OutcomeHistory(cfg.history)
+        self.history = OutcomeHistory(cfg.requirements(cfg.window(0)).history)
         """Outcomes of earlier steps that the credit method uses."""
         self.critic = cfg.critic.start() if cfg.critic else None
         """Critic fitted to the outcomes of earlier steps."""

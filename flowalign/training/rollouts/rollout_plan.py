@@ -154,12 +154,13 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
     if cfg.sampling.frame_window:
         seed = generator(run.seed, "clip")
         draw_frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
-    if cfg.observed_states(cfg.window(0)) and run.policy.no_features:
+    needs = cfg.requirements(cfg.window(0))
+    if needs.observed and run.policy.no_features:
         raise ValueError(
             f"{cfg.key}.credit needs a critic, which reads features of the denoiser, but "
             f"{type(run.policy).__name__} {run.policy.no_features}: choose credit without a critic"
         )
-    for reward, _ in cfg.requirements(cfg.window(0)).scored:
+    for reward, _ in needs.scored:
         check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":
         unguided(run.policy)
@@ -222,7 +223,7 @@ def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
     """Return the plan row of the critic, if there is one."""
     if cfg.critic is None:
         return {}
-    observed = f"features of states {list(cfg.observed_states(window))}"
+    observed = f"features of states {sorted(cfg.requirements(window).observed)}"
     return {"predictions of the critic": f"from {observed}, for no evaluation"}
 
 

@@ -241,18 +241,9 @@ class RolloutSettings(RolloutFields):
         """
         return self.requirements(steps).requested
 
-    @property
-    def history(self) -> int:
-        """Return the number of earlier training steps with outcomes that credit uses."""
-        return self.requirements(self.window(0)).history
-
-    def observed_states(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states to record features of."""
-        return tuple(sorted(self.requirements(steps).observed))
-
     def refuse_features(self) -> None:
         """Raise ValueError for credit with features, which context parallelism cannot compute."""
-        if self.observed_states(self.window(0)):
+        if self.requirements(self.window(0)).observed:
             raise ValueError(
                 f"{self.key}.credit reads features of the denoiser, but sharding.context_degree "
                 "divides its tokens: set it to 1, or use credit without a critic"
