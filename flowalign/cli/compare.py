@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from flowalign.utils.folders import check_folder_path
 
 if TYPE_CHECKING:
     from flowalign.studies.compare import Benchmark
-    from flowalign.studies.comparison import BenchmarkLine, Comparison
 
 HELP = "Train several run files with several seeds, and compare."
 
@@ -59,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the page and return 0; a repeated command continues."""
     from flowalign.studies.compare import ComparisonRequest, compare
     from flowalign.studies.compare_benchmark import evaluate_benchmark
+    from flowalign.studies.comparison_page import describe_benchmark, describe_results
 
     settings = [c for c in args.configs if "=" in c]  # overrides a.b=c
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
         )
         check_folder_path(out)
         result = compare(request, get_log())
-        _print_tables(result)
+        _print_tables(describe_results(result))
         if benchmark:
-            _print_benchmark(benchmark, evaluate_benchmark(request, result, get_log()))
+            lines = evaluate_benchmark(request, result, get_log())
+            _print_tables(describe_benchmark(benchmark.name, lines))
     get_log()(f"comparison: {out / 'compare.html'}")
     return 0
 
@@ -97,37 +98,6 @@ def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
     return Benchmark(args.benchmark, args.data)
 
 
-def _print_benchmark(benchmark: "Benchmark", lines: "Sequence[BenchmarkLine]") -> None:
-    """Print each number with its std over seeds, and the differences with 95 % intervals."""
-    from flowalign.reports.pages import score
-    from flowalign.studies.comparison_page import with_interval, with_std
-
-    for line in lines:
-        rows = {"before training": score(line.base)}
-        for name, values in line.methods.items():
-            change = line.differences.get(name)
-            rows[name] = with_std(values) + (f", {with_interval(change)}" if change else "")
-        table(f"{benchmark.name}: {line.metric}, difference to the first [95 %]", rows)
-
-
-def _print_tables(comparison: "Comparison") -> None:
-    """Print the values after training, and at each cost that all runs reached, with their std.
-
-    After training, the difference to the baseline follows, with its 95 % interval.
-    """
-    from flowalign.reports.pages import score
-    from flowalign.studies.comparison_chart import DRAWN, spent_by_all, words
-    from flowalign.studies.comparison_page import count, with_interval, with_std
-
-    rows, least = comparison.rows, "smallest detectable difference"
-    finals = {
-        row.method.name: with_std(row.final)
-        + (f", {with_interval(row.difference)}" if row is not rows[0] else "")
-        for row in rows
-    }
-    finals[least] = score(comparison.smallest_final)
-    table(f"held-out {comparison.metric} after training", finals)
-    for axis in spent_by_all(comparison, DRAWN):
-        values = {row.method.name: with_std(row.at_budget[axis]) for row in rows}
-        values[least] = score(comparison.smallest[axis])
-        table(f"at {count(comparison.budgets[axis])} {words(axis)}", values)
+def _print_tables(tables: Mapping[str, Mapping[str, str]]) -> None:
+    for title, rows in tables.items():
+        table(title, rows)

@@ -1,7 +1,6 @@
 """Measure signal and noise of each denoising step's gradient: `flowalign probe`."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,6 @@ from flowalign.cli.options import add_config, add_processes, read_settings, whol
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.files import write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
 
 if TYPE_CHECKING:
@@ -72,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         comparison,
         recommend,
         recommend_weights,
+        write_page,
     )
     from flowalign.studies.probe.measure import probes
     from flowalign.studies.probe.overlay import write_overlay
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         judged.append(ProbeAnalysis(setting, measured, args.metric))
         table(setting.name, format_setting(judged[-1]))
         if args.out:
-            _write_page(Path(args.out), comparison(judged))
+            write_page(Path(args.out), comparison(judged))
     if len(judged) > 1:
         table(
             "signal to noise per 1000 evaluations, best weights", format_ranks(comparison(judged))
@@ -168,15 +167,6 @@ def _build_settings(args: argparse.Namespace) -> "list[Setting]":
     if args.metric == "update":
         check_metric(found, args.batches)
     return found
-
-
-def _write_page(folder: Path, figures: dict[str, Any]) -> None:
-    """Write the measurements so far and their page."""
-    from flowalign.reports.study_pages import page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "probe.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
-    write_text(folder / "index.html", page(folder.resolve().name, figures))
 
 
 def format_setting(judged: "ProbeAnalysis") -> dict[str, str]:

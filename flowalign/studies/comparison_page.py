@@ -198,3 +198,35 @@ def count(value: float) -> str:
     if 0 < value < 1:
         return f"{value:.2g}"
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"
+
+
+def describe_results(comparison: Comparison) -> dict[str, dict[str, str]]:
+    """Return tables by title: values after training, and at each cost that all runs reached.
+
+    After training, the difference to the baseline follows, with its 95 % interval.
+    """
+    rows, least = comparison.rows, "smallest detectable difference"
+    finals = {
+        row.method.name: with_std(row.final)
+        + (f", {with_interval(row.difference)}" if row is not rows[0] else "")
+        for row in rows
+    }
+    finals[least] = score(comparison.smallest_final)
+    tables = {f"held-out {comparison.metric} after training": finals}
+    for axis in spent_by_all(comparison, DRAWN):
+        values = {row.method.name: with_std(row.at_budget[axis]) for row in rows}
+        values[least] = score(comparison.smallest[axis])
+        tables[f"at {count(comparison.budgets[axis])} {words(axis)}"] = values
+    return tables
+
+
+def describe_benchmark(name: str, lines: Sequence[BenchmarkLine]) -> dict[str, dict[str, str]]:
+    """Return tables of a benchmark by title: each number with its std, and the differences."""
+    tables = {}
+    for line in lines:
+        rows = {"before training": score(line.base)}
+        for method, values in line.methods.items():
+            change = line.differences.get(method)
+            rows[method] = with_std(values) + (f", {with_interval(change)}" if change else "")
+        tables[f"{name}: {line.metric}, difference to the first [95 %]"] = rows
+    return tables

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.reports import comparison_page
-from flowalign.studies import compare_benchmark
+from flowalign.studies import compare_benchmark, comparison_page
 from flowalign.studies.compare import Benchmark, ComparisonRequest
 from flowalign.studies.compare_benchmark import evaluate_benchmark
 from flowalign.studies.comparison import Curve, Method, Point

@@ -17,10 +17,10 @@ import yaml
 from PIL import Image
 
 from flowalign.cli import main as cli
-from flowalign.reports import comparison_page
 from flowalign.runs import train_session
 from flowalign.runs.config import load
 from flowalign.studies import compare as comparing
+from flowalign.studies import comparison_page
 from flowalign.studies.compare import ComparisonRequest, compare, curve, held_out
 from flowalign.studies.comparison import AXES, Comparison
 from flowalign.studies.comparison_chart import spent_by_all

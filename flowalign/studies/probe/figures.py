@@ -1,9 +1,11 @@
 """Analyse probes: signal-to-noise ratio with errors and per cost, and the recommended settings."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +22,10 @@ from flowalign.functional.signal import (
     signal_to_noise,
     standard_error,
 )
+from flowalign.reports.study_pages import page
 from flowalign.studies.probe.measure import Probe
 from flowalign.studies.probe.probe_settings import Setting
+from flowalign.utils.files import write_text
 
 Metric = Literal["gradient", "update"]
 """Vector that is analysed: the gradient, or the gradient scaled as AdamW scales it."""
@@ -255,3 +259,10 @@ def comparison(judged: Sequence[ProbeAnalysis]) -> dict[str, Any]:
         "recommended": {"name": best.setting.name, "step_weight": recommend_weights(best)},
         "settings": [summary(one.setting, one.probe) for one in judged],
     }
+
+
+def write_page(folder: Path, figures: Mapping[str, Any]) -> None:
+    """Write the results of `comparison` so far and their page to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "probe.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
+    write_text(folder / "index.html", page(folder.resolve().name, figures))
