@@ -61,7 +61,6 @@ class CallableReward(RewardModel):
             name=name,
             dims=(name,),
             modality="any" if self._takes_videos else "image",
-            scale=(-math.inf, math.inf),
             licence="unknown",
             version=_digest_source(function),
         )

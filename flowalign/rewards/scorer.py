@@ -5,7 +5,6 @@ repeats its calls.
 """
 
 import json
-import math
 import os
 import secrets
 import socket
@@ -65,8 +64,6 @@ def declare(reward: Mapping[str, Any], dims: Sequence[str] | None) -> RewardSpec
     return RewardSpec(
         name=path.rpartition(".")[2],
         dims=tuple(dims),
-        modality="any",
-        scale=(-math.inf, math.inf),
         licence="that of the scorer's model",
     )
 

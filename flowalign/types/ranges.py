@@ -137,14 +137,20 @@ def find_annotations(settings: Mapping[str, Any], annotation: Any) -> Mapping[st
     for kind in _members(annotation):
         if typing.get_origin(kind) in (dict, Mapping):
             found |= dict.fromkeys(settings, typing.get_args(kind)[1])
-        elif dataclasses.is_dataclass(kind) or is_component(kind):
+        elif is_group(kind) or is_component(kind):
             found |= get_annotations(kind)
     return found
 
 
+def is_group(annotation: Any) -> bool:
+    """Return whether an annotation is a dataclass of settings, which has no subclasses."""
+    kinds = annotation.__mro__[:-1] if inspect.isclass(annotation) else ()
+    return bool(kinds) and all(map(dataclasses.is_dataclass, kinds))
+
+
 def is_component(annotation: Any) -> bool:
     """Return whether a text with this annotation names a class or a function."""
-    kinds = [kind for kind in _members(annotation) if not dataclasses.is_dataclass(kind)]
+    kinds = [kind for kind in _members(annotation) if not is_group(kind)]
     return str not in kinds and any(
         kind == ImportPath
         or typing.get_origin(kind) is Callable
@@ -180,7 +186,7 @@ def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]
 def describe_misfit(value: object, annotation: Any) -> str:
     """Return the error of a null, a number or a group; "" if it is valid."""
     # jsonargparse takes any number, list or null for a nested dataclass that has a default.
-    if dataclasses.is_dataclass(annotation) and isinstance(value, _NO_GROUP | None):
+    if is_group(annotation) and isinstance(value, _NO_GROUP | None):
         names = ", ".join(field.name for field in dataclasses.fields(annotation))
         return f"{_shown(value)}; it must be a mapping of settings: {names}"
     choices = _choices(annotation)

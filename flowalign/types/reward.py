@@ -45,11 +45,11 @@ class RewardSpec:
     """Name of the model in errors and logs."""
     dims: tuple[str, ...]
     """Names of the R columns; higher is better in each."""
-    modality: Literal["image", "video", "any"]
+    modality: Literal["image", "video", "any"] = "any"
     """Kind of media. image: one frame. video: at least two frames. any: both."""
-    scale: tuple[float, float]
+    scale: tuple[float, float] = (-torch.inf, torch.inf)
     """Lowest and highest possible value of any dimension; infinite if unbounded."""
-    licence: str
+    licence: str = "not stated"
     """Licence of the weights."""
     differentiable: bool = False
     """Whether the scores have a gradient with respect to the media."""

@@ -120,6 +120,12 @@ def read_transformers(kind: Any, source: str) -> Any:
     return network
 
 
+def read_tokenizer(source: str) -> Any:
+    """Read the tokenizer of a model in the layout of transformers."""
+    folder = find_folder(source, ("*.json", "*.txt", "*.safetensors"))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
 def read_vision_language(folder: Path, dtype: torch.dtype) -> Any:
     """Load a vision-language model, and account for every key.
 

@@ -209,6 +209,11 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
     return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))
 
 
+def read_towers(model: str, pretrained: str | None) -> Towers:
+    """Read a model of open_clip or, without `pretrained`, a Hugging Face folder or repository."""
+    return read_hugging_face(model) if pretrained is None else read_open_clip(model, pretrained)
+
+
 def _read_published(model: str, tag: str) -> OpenClipTowers:
     """Load weights that open_clip downloads and loads strictly itself.
 

@@ -9,7 +9,7 @@ Source: EfficientNet, arXiv:1905.11946v5.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import Component, Loadable, PositiveInt, RewardSpec
+from flowalign.types import Component, Loadable
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     Renames,
@@ -187,6 +187,7 @@ class EfficientNet(Encoder):
         return torch.zeros(len(prompts), 0)
 
 
+@dataclass(eq=False, repr=False)
 class EncoderReward(NetworkReward):
     """Base of rewards that compare the features of an encoder in `rate`.
 
@@ -194,23 +195,20 @@ class EncoderReward(NetworkReward):
     encoders are not comparable.
     """
 
-    def __init__(
-        self,
-        spec: RewardSpec,
-        encoder: Encoder | None,
-        device: str,
-        batch_size: PositiveInt,
-        offload: bool,
-    ):
-        self.encoder = EfficientNet() if encoder is None else encoder
-        version = f"{type(self.encoder).__name__} {self.encoder.version}"
-        super().__init__(replace(spec, version=version), device, batch_size, offload)
+    encoder: Encoder | None = None
+
+    def __post_init__(self) -> None:
+        """Choose the encoder."""
+        super().__post_init__()
+        self.eye = EfficientNet() if self.encoder is None else self.encoder
+        version = f"{type(self.eye).__name__} {self.eye.version}"
+        self.spec = replace(self.spec, version=version)
 
     def read(self) -> nn.Module:
         """Read the encoder's weights."""
-        self.encoder.read()
-        return self.encoder.module
+        self.eye.read()
+        return self.eye.module
 
     def features(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
         """Embed images in [0, 1], with a gradient to images that require one."""
-        return self.encoder.embed_images(pictures.to(self.device, torch.float32)).float()
+        return self.eye.embed_images(pictures.to(self.place, torch.float32)).float()

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from reward_models.backbones.libraries import TF
+from reward_models.backbones.reward_bases import Unscorable
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -142,7 +143,7 @@ def at_rate(
     """
     highest = min(most, num_frames) // multiple * multiple
     if highest == 0:
-        raise ValueError(f"{num_frames} frames cannot give a multiple of {multiple}")
+        raise Unscorable(f"{num_frames} frames cannot give a multiple of {multiple}")
     wanted = min(max(num_frames / check_frame_rate(fps) * rate, least), highest)
     return evenly(num_frames, round(wanted / multiple) * multiple)
 
@@ -156,7 +157,7 @@ def each_second(num_frames: int, fps: float, most: int = 24) -> list[int]:
 def check_frame_rate(fps: float) -> float:
     """Return the frame rate; raise ValueError if it is not positive and finite."""
     if not 0 < fps < float("inf"):
-        raise ValueError(f"{fps} frames per second is not a frame rate")
+        raise Unscorable(f"{fps} frames per second is not a frame rate")
     return fps
 
 

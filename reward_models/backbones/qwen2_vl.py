@@ -25,6 +25,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import CLIP_MEAN, CLIP_STD, normalise
+from reward_models.backbones.reward_bases import Unscorable
 
 PositionMode = Literal["sequential", "mrope"]
 Dtype = Literal["float32", "bfloat16"]
@@ -158,27 +159,17 @@ def build_network(
     return network
 
 
-def collect_chats(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:
-    """Return the chats of samples that can be scored, and the reasons for all others."""
-    chats: dict[int, Chat] = {}
-    failed: dict[int, str] = {}
-    for i in range(num):
-        try:
-            chats[i] = chat(i)
-        except ValueError as error:
-            failed[i] = str(error)
-    return chats, failed
-
-
-def fill_instruction(tokenizer: Any, instruction: str, prompt: str) -> str:
-    """Insert the prompt into the instruction.
+def check_chat(tokenizer: Any, prompt: str, *images: Float[Tensor, "F 3 _ _"]) -> None:
+    """Check what a sample asks for.
 
     Raises:
-        ValueError: The prompt contains special tokens, which would change the question.
+        Unscorable: The prompt contains special tokens, which would change the question, or one
+            side of an image is more than 200 times the other.
     """
     if found := [token for token in tokenizer.get_added_vocab() if token in prompt]:
-        raise ValueError(f"its prompt contains the special token {found[0]}")
-    return instruction.replace("{prompt}", prompt)
+        raise Unscorable(f"its prompt contains the special token {found[0]}")
+    for image in images:
+        fit_size(image.shape[-2], image.shape[-1], 1, 1)  # only for its check of the sides
 
 
 def tokenize_chat(
@@ -212,10 +203,10 @@ def fit_size(
     `most`, or up to reach `fewest`.
 
     Raises:
-        ValueError: One side is more than 200 times the other.
+        Unscorable: One side is more than 200 times the other.
     """
     if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"{height}x{width} pixels: one side is over 200 times the other")
+        raise Unscorable(f"{height}x{width} pixels: one side is over 200 times the other")
     h, w = (max(side, round(x / side) * side) for x in (height, width))
     if h * w > most:
         scale = math.sqrt(height * width / most)

@@ -2,9 +2,9 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
 import torch
@@ -12,7 +12,17 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    JudgeCalls,
+    Loadable,
+    MediaBatch,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+
+T = TypeVar("T")
 
 
 def choose_device(device: str) -> torch.device:
@@ -52,17 +62,27 @@ class BatchScores:
     """Further results of each sample, or empty."""
 
 
+class Unscorable(ValueError):
+    """Raised if a sample cannot be scored; its text becomes the sample's reason."""
+
+
 class ScreenedReward(RewardModel):
-    """Reward of which a subclass rates only the samples that passed the screen of its spec."""
+    """Reward of which a subclass rates only samples that passed its screen and its examination."""
 
     spec: RewardSpec
 
+    def examine(self, sample: MediaBatch) -> None:
+        """Raise Unscorable if a sample cannot be scored although it passed the screen of the spec.
+
+        A model that loads is loaded.
+        """
+
     @abstractmethod
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
-        """Score samples that passed the screen."""
+        """Score samples that passed."""
 
     def rate_all(self, batch: MediaBatch) -> BatchScores:
-        """Score any number of samples that passed the screen."""
+        """Score any number of samples that passed."""
         rated = self.rate(batch)
         return rated if isinstance(rated, BatchScores) else BatchScores(rated)
 
@@ -70,6 +90,9 @@ class ScreenedReward(RewardModel):
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score the samples that can be scored; failed rows have no gradient."""
         failed = self.spec.screen(batch)
+        if isinstance(self, Loadable) and len(failed) < len(batch):
+            self.load()
+        failed |= collect(batch, self.examine, failed)[1]
         good = [i for i in range(len(batch)) if i not in failed]
         if not good:
             nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
@@ -87,27 +110,47 @@ class ScreenedReward(RewardModel):
         return RewardOutput.build(self.spec, values, failed, stds, told, maps)
 
 
+def collect(
+    batch: MediaBatch, make: Callable[[MediaBatch], T], without: Container[int] = ()
+) -> tuple[dict[int, T], dict[int, str]]:
+    """Return what is made of each sample, and why the others are Unscorable."""
+    made: dict[int, T] = {}
+    failed: dict[int, str] = {}
+    for i in (i for i in range(len(batch)) if i not in without):
+        try:
+            made[i] = make(batch.take([i]))
+        except Unscorable as reason:
+            failed[i] = str(reason)
+    return made, failed
+
+
+@dataclass(eq=False, repr=False)
 class NetworkReward(ScreenedReward, Loadable):
     """Reward with a network that a subclass loads in `read` and applies in `rate`.
 
-    The constructor is cheap; weights are read by `load`, or by the first `score`. `device` is a
-    torch device or `auto`. With `offload` the network stays in main memory between calls.
-    Differentiable models keep the gradient of samples that require one.
+    Its fields are its settings, from which `declare` makes the spec. Weights are read by `load`, or
+    by the first `score`. `device` is a torch device or `auto`. With `offload` the network stays in
+    main memory between calls. Differentiable models keep the gradient of samples that require one.
     """
 
-    network: Any
+    _: KW_ONLY
+    device: str = "auto"
+    batch_size: PositiveInt = 32
+    offload: bool = False
+    rates_whole_batches: ClassVar[bool] = False
+    """Whether `rate` itself divides the work by `batch_size`, so that groups stay whole."""
+    network: Any = field(init=False)
     """Network that `read` returned; a subclass may declare its type."""
 
-    def __init__(
-        self,
-        spec: RewardSpec,
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        self.spec, self.batch_size, self.offload = spec, batch_size, offload
-        self.device = choose_device(device)
-        self._loaded = False
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        self.place, self._loaded = choose_device(self.device), False
+        self.spec = self.declare()
+
+    @abstractmethod
+    def declare(self) -> RewardSpec:
+        """Return the declaration of the model with its settings."""
 
     @abstractmethod
     def read(self) -> nn.Module:
@@ -120,27 +163,27 @@ class NetworkReward(ScreenedReward, Loadable):
     @abstractmethod
     @override
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
-        """Score samples that passed the screen; `self.network` is on `self.device`."""
+        """Score samples that passed; `self.network` is on `self.place`."""
 
     @final
     def load(self) -> None:
         """Read the weights once."""
         if self._loaded:
             return
-        require_device(self.device)
+        require_device(self.place)
         self.network = self.read().eval().requires_grad_(False)
         if not self.offload:
-            self.network.to(self.device)
+            self.network.to(self.place)
         self._loaded = True
 
     @final
     @override
     def rate_all(self, batch: MediaBatch) -> BatchScores:
-        """Score samples that passed the screen, `batch_size` at a time."""
-        self.load()
+        """Score samples that passed, `batch_size` at a time."""
         if self.offload:
-            self.network.to(self.device)
-        rated = _concat([*map(super().rate_all, batch.chunks(self.batch_size))])
+            self.network.to(self.place)
+        chunks = [batch] if self.rates_whole_batches else batch.chunks(self.batch_size)
+        rated = _concat([*map(super().rate_all, chunks)])
         if self.offload and not rated.values.requires_grad:  # backward needs weights on the device
             self.network.to("cpu")
         return rated
@@ -174,37 +217,66 @@ Verdict = (
 """Score of every dimension, further results for the extras and, if the spec has maps, a map."""
 
 
-class Unscorable(Exception):
-    """Raised if a rule cannot score a sample; its text becomes the sample's reason."""
-
-
-class RuleReward(RewardModel):
+class RuleReward(ScreenedReward):
     """Reward that scores each sample separately by a rule, which a subclass defines."""
-
-    spec: RewardSpec
 
     @abstractmethod
     def judge(self, sample: MediaBatch) -> Verdict:
         """Score a batch of one that passed the screen; raise Unscorable if the rule cannot."""
 
     @final
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    @override
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample that can be scored."""
-        failed = self.spec.screen(batch)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
         places = torch.full((len(batch), *batch.media.shape[-2:]), torch.nan)
-        for i in range(len(batch)):
-            if i in failed:
-                continue
-            try:
-                scores, extras[i], *place = self.judge(batch.take([i]))
-                values[i] = torch.tensor(scores)
-                places[i : i + 1] = place[0] if place else torch.nan
-            except Unscorable as reason:
-                failed[i] = str(reason)
-        painted = places if self.spec.maps else None
-        return RewardOutput.build(self.spec, values, failed, extras=extras, places=painted)
+        verdicts, failed = collect(batch, self.judge)
+        for i, (scores, extras[i], *place) in verdicts.items():
+            values[i] = torch.tensor(scores)
+            places[i : i + 1] = place[0] if place else torch.nan
+        return BatchScores(values, None, failed, places if self.spec.maps else None, extras)
+
+
+class YesNoJudge(Loadable):
+    """Answers any question about images or videos with a probability of yes."""
+
+    version: str
+    """Identifier of its weights and settings; part of the fingerprint of rewards that use it."""
+    video_needs: tuple[Literal["fps"], ...] = ()
+    """Fields that a batch of videos needs in addition to its frames."""
+    silence: str = "the judge gave no answer"
+    """Reason of the NaN answers of the last `ask`."""
+
+    caveat: str = ""
+    """How its answers may differ from published ones; empty for local models."""
+
+    def calls(self, questions: int) -> JudgeCalls:  # noqa: ARG002 (for overrides)
+        """Return what a chat model costs to answer this number of questions. Default: nothing."""
+        return JudgeCalls()
+
+    @abstractmethod
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return P(yes) for the questions about each sample; NaN if the judge gave no answer."""
+
+
+class Composed(RewardModel, Loadable):
+    """Reward made of other models, its attributes: it loads them and has their caveats."""
+
+    def load(self) -> None:
+        """Load the models."""
+        for part in vars(self).values():
+            if isinstance(part, Loadable):
+                part.load()
+
+    @property
+    @override
+    def caveat(self) -> str:
+        """Return the caveats of the models."""
+        parts = [one for one in vars(self).values() if isinstance(one, RewardModel | YesNoJudge)]
+        return "; ".join(filter(None, dict.fromkeys(part.caveat for part in parts)))
 
 
 def metadata_of(sample: MediaBatch) -> Mapping[str, Any]:

@@ -1,6 +1,5 @@
 """Implements judges that answer questions about images and videos with the probability of yes."""
 
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
-from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveFloat, PositiveInt, Range
+from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, Range
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_vision_language
@@ -24,7 +23,7 @@ from reward_models.backbones.prefix import (
     pack_questions,
 )
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
-from reward_models.backbones.reward_bases import choose_device, require_device
+from reward_models.backbones.reward_bases import YesNoJudge, choose_device, require_device
 
 _video_utils = LazyModule("transformers.video_utils")
 
@@ -32,30 +31,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _VISION_END = "<|vision_end|>"
 _MIN_PIXELS = 4 * 28 * 28
-
-
-class YesNoJudge(Loadable):
-    """Answers any question about images or videos with a probability of yes."""
-
-    version: str
-    """Identifier of its weights and settings; part of the fingerprint of rewards that use it."""
-    video_needs: tuple[Literal["fps"], ...] = ()
-    """Fields that a batch of videos needs in addition to its frames."""
-    silence: str = "the judge gave no answer"
-    """Reason of the NaN answers of the last `ask`."""
-
-    caveat: str = ""
-    """How its answers may differ from published ones; empty for local models."""
-
-    def calls(self, questions: int) -> JudgeCalls:  # noqa: ARG002 (for overrides)
-        """Return what a chat model costs to answer this number of questions. Default: nothing."""
-        return JudgeCalls()
-
-    @abstractmethod
-    def ask(
-        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
-    ) -> Float[Tensor, "n questions"]:
-        """Return P(yes) for the questions about each sample; NaN if the judge gave no answer."""
 
 
 class QwenYesNo(YesNoJudge):

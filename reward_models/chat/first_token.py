@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from flowalign.types import MAY_PASS, FiniteFloat, JudgeCalls, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import pad_to_square
-from reward_models.backbones.reward_bases import Unscorable
-from reward_models.backbones.yes_no_judges import YesNoJudge
+from reward_models.backbones.reward_bases import Unscorable, YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import word_probabilities, yes_probabilities
@@ -63,7 +62,6 @@ class YesNo(ChatJudge):
         spec = RewardSpec(
             name="yes_no",
             dims=tuple(self.questions),
-            modality="any",
             scale=(0.0, 1.0),
             licence="that of the served model",
             needs=("prompt",) if about_prompt else (),
@@ -170,7 +168,6 @@ class Levels(ChatJudge):
         spec = RewardSpec(
             name="levels",
             dims=("quality",),
-            modality="any",
             scale=(min(levels.values()), max(levels.values())),
             licence="that of the served model",
             version=ensemble.version(levels=self.levels, **asked, **describe(self.template)),

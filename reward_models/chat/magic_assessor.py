@@ -9,7 +9,7 @@ our choice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,14 @@ from typing_extensions import override
 from flowalign.functional.resizing import paint_boxes
 from flowalign.types import (
     JudgeCalls,
-    Loadable,
     MediaBatch,
     PositiveInt,
-    RewardModel,
     RewardOutput,
     RewardSpec,
     UnitInterval,
 )
 from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.reward_bases import Composed
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
@@ -165,7 +164,7 @@ ANIMALS = frozenset(
 _ANYWHERE = ("interaction", "attributes", "other")
 
 
-class ArtefactMap(RewardModel, Loadable):
+class ArtefactMap(Composed):
     """Scores like the judge, and maps the absence of artefacts at each pixel, in [0, 1].
 
     A pixel of a detected person, animal or object has the judge's score for this kind; other pixels
@@ -175,26 +174,8 @@ class ArtefactMap(RewardModel, Loadable):
 
     def __init__(self, judge: MagicAssessor, detector: Detector, threshold: UnitInterval = 0.5):
         self.judge, self.detector, self.threshold = judge, detector, threshold
-        self.spec = RewardSpec(
-            name="artefact_map",
-            dims=judge.spec.dims,
-            modality="image",
-            scale=judge.spec.scale,
-            licence=judge.spec.licence,
-            needs=judge.spec.needs,
-            version=f"{judge.spec.version} {detector.version} {threshold}",
-            maps=True,
-        )
-
-    def load(self) -> None:
-        """Load the judge's connection and the detector."""
-        self.judge.load()
-        self.detector.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return self.judge.caveat
+        version = f"{judge.spec.version} {detector.version} {threshold}"
+        self.spec = replace(judge.spec, name="artefact_map", version=version, maps=True)
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:

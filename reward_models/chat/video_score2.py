@@ -4,7 +4,6 @@
 answer format in our wording. Use the published text (`template`) to obtain the scores of the paper.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +11,6 @@ from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
 from reward_models.backbones.pixels import at_rate
-from reward_models.backbones.reward_bases import Unscorable
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
 from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts, word_probabilities
@@ -93,8 +91,6 @@ class VideoScore2(ChatJudge):
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the frames."""
         video = sample.media[0].detach()
-        if not 0 < sample.fps[0] < math.inf:
-            raise Unscorable(f"{sample.fps[0]} frames per second is not a frame rate")
         shown = video[at_rate(len(video), sample.fps[0], self.rate)]
         return [self.template.render(prompt=sample.prompts[0], media=encode_images(shown))]
 

@@ -8,20 +8,22 @@ Source: PFCD, arXiv:2507.06146 and its code, 00why00/PFCD: the counting loss on 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, Range, RewardSpec
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
+from reward_models.backbones.checkpoints import fingerprint_of, read_tokenizer, read_transformers
 from reward_models.backbones.detection import Detector, Threshold
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from reward_models.backbones.reward_bases import (
-    BatchScores,
+    Composed,
     NetworkReward,
     RuleReward,
     Unscorable,
@@ -36,7 +38,7 @@ from reward_models.detection.geneval import (
 )
 
 
-class Counting(RuleReward, Loadable):
+class Counting(Composed, RuleReward):
     """Scores object counts: `count` by the relative error, `exact` by whether all counts are right.
 
     count: 1 - |found - asked| / asked, at least 0, averaged over the requested classes. exact: 1 if
@@ -59,16 +61,9 @@ class Counting(RuleReward, Loadable):
             version=f"{detector.version}; {threshold}, {max_objects}",
         )
 
-    def load(self) -> None:
-        """Load the detector."""
-        self.detector.load()
-
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect the objects and compare their counts."""
-        self.load()
-        asked = parse_clauses(metadata_of(sample), "include")
-        if not asked:
-            raise Unscorable("its metadata has no `include` with the classes to count")
+        asked = read_classes(sample)
         check_ability(self.detector, asked)
         found = select_detections(
             self.detector.detect(sample.media[0, 0]), self.threshold, self.max_objects
@@ -76,6 +71,13 @@ class Counting(RuleReward, Loadable):
         counts = {clause.label: len(found.get(clause.label, ())) for clause in asked}
         errors = [abs(counts[clause.label] - clause.count) / clause.count for clause in asked]
         return (fmean(max(1 - e, 0) for e in errors), float(not any(errors))), {"found": counts}
+
+
+def read_classes(sample: MediaBatch) -> list[Clause]:
+    """Return the classes to count; raise Unscorable if the metadata names none."""
+    if not (asked := parse_clauses(metadata_of(sample), "include")):
+        raise Unscorable("its metadata has no `include` with the classes to count")
+    return asked
 
 
 def shortfall(
@@ -93,6 +95,7 @@ def shortfall(
     return torch.stack(short).sum() / sum(counts)
 
 
+@dataclass(eq=False, repr=False)
 class SoftCounting(NetworkReward):
     """Scores minus the shortfall of Grounding DINO's scores, in [-threshold, 0].
 
@@ -101,52 +104,45 @@ class SoftCounting(NetworkReward):
     surplus.
     """
 
-    def __init__(
-        self,
-        model: str = "IDEA-Research/grounding-dino-tiny",
-        threshold: Annotated[float, Range(above=0, below=1)] = 0.1,
-        side: PositiveInt = 800,
-        device: str = "auto",
-        batch_size: PositiveInt = 4,
-        offload: bool = False,
-    ):
-        self.model, self.threshold, self.side = model, threshold, side
-        spec = RewardSpec(
+    model: str = "IDEA-Research/grounding-dino-tiny"
+    threshold: Annotated[float, Range(above=0, below=1)] = 0.1
+    side: PositiveInt = 800
+    batch_size: PositiveInt = field(default=4, kw_only=True)
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="soft_counting",
             dims=("soft_count",),
             modality="image",
-            scale=(-threshold, 0.0),
+            scale=(-self.threshold, 0.0),
             licence="Apache-2.0",
             differentiable=True,
-            version=f"{fingerprint_of(model)} {threshold} {side}",
+            version=f"{fingerprint_of(self.model)} {self.threshold} {self.side}",
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read the detector and its tokenizer."""
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
-            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
-        )
+        self.tokenizer = read_tokenizer(self.model)
         return read_transformers(transformers.AutoModelForZeroShotObjectDetection, self.model)
 
-    def rate(self, batch: MediaBatch) -> BatchScores:
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        asked = read_classes(sample)
+        self._caption(asked)
+        most, there = max(one.count for one in asked), self.network.config.num_queries
+        if most > there:
+            raise Unscorable(f"it asks for {most} objects; {there} can be detected")
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Score each sample with its own classes, one at a time."""
-        values, failed = [], {}
-        for i in range(len(batch)):
-            try:
-                values.append(-self._shortfall(batch.take([i])))
-            except Unscorable as reason:
-                failed[i] = str(reason)
-                values.append(torch.tensor(torch.nan, device=self.device))
-        return BatchScores(torch.stack(values)[:, None], failed=failed)
+        return -torch.stack([self._shortfall(batch.take([i])) for i in range(len(batch))])[:, None]
 
     def _shortfall(self, sample: MediaBatch) -> Float[Tensor, ""]:
-        asked = parse_clauses(sample.metadata[0] if sample.metadata else {}, "include")
-        if not asked:
-            raise Unscorable("its metadata has no `include` with the classes to count")
-        picture = resize(sample.media[:, 0].to(self.device, torch.float32), self.side, self.side)
+        asked = read_classes(sample)
+        picture = resize(sample.media[:, 0].to(self.place, torch.float32), self.side, self.side)
         ids, places = self._caption(asked)
-        tokens = torch.tensor([ids], device=self.device)
+        tokens = torch.tensor([ids], device=self.place)
         logits = self.network(
             pixel_values=normalise(picture, IMAGENET_MEAN, IMAGENET_STD),
             input_ids=tokens,
@@ -154,10 +150,7 @@ class SoftCounting(NetworkReward):
             token_type_ids=torch.zeros_like(tokens),
         ).logits[0]
         scores = [logits[:, place].sigmoid().amax(1) for place in places]
-        counts = [clause.count for clause in asked]
-        if max(counts) > len(logits):
-            raise Unscorable(f"it asks for {max(counts)} objects; {len(logits)} can be detected")
-        return shortfall(scores, counts, self.threshold)
+        return shortfall(scores, [clause.count for clause in asked], self.threshold)
 
     def _caption(self, asked: Sequence[Clause]) -> tuple[list[int], list[list[int]]]:
         """Return the tokens of all classes, each followed by a full stop, and their positions.

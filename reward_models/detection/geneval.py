@@ -13,9 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.detection import Detection, Detector, Threshold
-from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict, metadata_of
+from reward_models.backbones.reward_bases import (
+    Composed,
+    RuleReward,
+    Unscorable,
+    Verdict,
+    metadata_of,
+)
 
 Found = Mapping[str, Sequence[Detection]]
 """Detections by class, highest score first."""
@@ -37,7 +43,7 @@ class Clause:
     """Index of the earlier clause that the relation refers to."""
 
 
-class GenEval(RuleReward, Loadable):
+class GenEval(Composed, RuleReward):
     """Scores a prompt's objects as `exact_match`, `correct` (GenEval's rule) and `dense`.
 
     exact_match: 1 if the image shows exactly the requested objects. correct: GenEval's own rule,
@@ -67,13 +73,8 @@ class GenEval(RuleReward, Loadable):
             version=f"{detector.version}; {threshold}, {counting_threshold}, {max_objects}",
         )
 
-    def load(self) -> None:
-        """Load the detector."""
-        self.detector.load()
-
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect the objects and compare them with the clauses; the extras count the detections."""
-        self.load()
         metadata = metadata_of(sample)
         include, exclude = (parse_clauses(metadata, key) for key in ("include", "exclude"))
         if not include:

@@ -26,6 +26,7 @@ from flowalign.types import (
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import (
+    Composed,
     RuleReward,
     Unscorable,
     Verdict,
@@ -102,7 +103,7 @@ class RapidOCRLine(TextReader):
         return [lines[0][0]]
 
 
-class OCR(RuleReward, Loadable):
+class OCR(Composed, RuleReward):
     """Scores how much of the requested text is shown, in [0, 1]; `mode` names the only dimension.
 
     The target is `metadata["text"]` or the first double-quoted span of the prompt; a sample without
@@ -128,15 +129,10 @@ class OCR(RuleReward, Loadable):
         self.spec = RewardSpec(
             name="ocr",
             dims=(mode,),
-            modality="any",
             scale=(0.0, 1.0),
             licence="Apache-2.0",
             version=f"{self.reader.version}; {over} of {num_frames} frames",
         )
-
-    def load(self) -> None:
-        """Load the reader."""
-        self.reader.load()
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Read the frames and compare; the extras hold the target and the text that was read."""

@@ -15,10 +15,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.resizing import paint_boxes
-from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
+from flowalign.types import JudgeCalls, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.backbones.detection import Detection, Detector
-from reward_models.backbones.reward_bases import RuleReward, Unscorable, Verdict
-from reward_models.backbones.yes_no_judges import YesNoJudge
+from reward_models.backbones.reward_bases import (
+    Composed,
+    RuleReward,
+    Unscorable,
+    Verdict,
+    YesNoJudge,
+)
 from reward_models.questions.vqa_score import fill_questions
 
 LAYOUT = 'Are the things in this figure arranged as "[[prompt]]" says? Please answer yes or no.'
@@ -29,7 +34,7 @@ REGION = (
 )
 
 
-class RegionReward(RuleReward, Loadable):
+class RegionReward(Composed, RuleReward):
     """Scores the layout as `global` and the mean of the regions as `local`, both in [-1, 1].
 
     `detector` proposes the regions. The `max_regions` with the highest detection scores are judged.
@@ -58,16 +63,6 @@ class RegionReward(RuleReward, Loadable):
             version=f"{judge.version} {detector.version} {threshold} {max_regions} {LAYOUT} "
             f"{REGION}",
         )
-
-    def load(self) -> None:
-        """Load judge and detector."""
-        self.vlm.load()
-        self.detector.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return self.vlm.caveat
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:

@@ -36,7 +36,6 @@ class NudeNet(RuleReward, Loadable):
         self.spec = RewardSpec(
             name="nudenet",
             dims=("safe",),
-            modality="any",
             scale=(0.0, 1.0),
             licence="AGPL-3.0",
             version=f"3.4 320n; {','.join(sorted(unsafe))}; {num_frames} frames",

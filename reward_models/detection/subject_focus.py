@@ -5,6 +5,7 @@ are image windows that any image encoder embeds.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -13,13 +14,14 @@ from torch.nn.functional import interpolate
 
 from flowalign.functional.resizing import complexity, correspondence, focus
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.encoders import Encoder, EncoderReward
+from reward_models.backbones.encoders import EncoderReward
 from reward_models.backbones.reward_bases import BatchScores
 
 _PIXELS = 64
 """Side of a patch that the encoder receives, in pixels."""
 
 
+@dataclass(eq=False, repr=False)
 class SubjectFocus(EncoderReward):
     """Scores the mean correspondence to the references, in [0, 1]; the map is the focus of patches.
 
@@ -28,26 +30,21 @@ class SubjectFocus(EncoderReward):
     patches with the best correspondence, because a subject need not fill the image.
     """
 
-    def __init__(
-        self,
-        encoder: Encoder | None = None,
-        grid: PositiveInt = 8,
-        device: str = "auto",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.grid = grid
-        spec = RewardSpec(
+    grid: PositiveInt = 8
+    batch_size: PositiveInt = field(default=8, kw_only=True)
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="subject_focus",
             dims=("subject",),
             modality="image",
             scale=(0.0, 1.0),
             licence="Apache-2.0",
             needs=("references",),
-            normalisation=f"grid {grid}",
+            normalisation=f"grid {self.grid}",
             maps=True,
         )
-        super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Compare the patches of every image with the patches of its references."""

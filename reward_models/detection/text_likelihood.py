@@ -14,16 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from flowalign.types import Loadable, MediaBatch, RewardSpec
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.reward_bases import (
-    BatchScores,
-    ScreenedReward,
-    Unscorable,
-    metadata_of,
-    place_rows,
-)
+from reward_models.backbones.reward_bases import ScreenedReward, Unscorable, metadata_of
 from reward_models.detection.ocr import find_target
 
 
@@ -200,20 +195,19 @@ class TextLikelihood(ScreenedReward, Loadable):
             known = [*self._network.metadata["character"].splitlines(), " "]
             self._characters = {character: i for i, character in enumerate(known, start=1)}
 
-    def rate(self, batch: MediaBatch) -> BatchScores:
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        self._encode(sample)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Score all samples at once."""
-        self.load()
-        failed, targets = dict[int, str](), dict[int, list[int]]()
-        for i in range(len(batch)):
-            try:
-                targets[i] = self._encode(batch.take([i]))
-            except Unscorable as reason:
-                failed[i] = str(reason)
-        scores = torch.zeros(0)
-        if targets:
-            images = batch.media[list(targets), 0].float().cpu()
-            scores = self._compare(images, list(targets.values()))
-        return BatchScores(place_rows(scores[:, None], [*targets], len(batch)), failed=failed)
+        assert self._network
+        targets = [self._encode(batch.take([i])) for i in range(len(batch))]
+        images = batch.media[:, 0].float().cpu()
+        width = round(images.shape[3] * _HEIGHT / images.shape[2])
+        resized = F.interpolate(images, (_HEIGHT, width), mode="bilinear")
+        probabilities = self._network(resized.flip(1) * 2 - 1)  # BGR in [-1, 1]
+        return log_likelihood(probabilities.clamp(min=_LEAST).log(), targets)[:, None]
 
     def _encode(self, sample: MediaBatch) -> list[int]:
         target = find_target(sample.prompts[0], metadata_of(sample))
@@ -221,15 +215,6 @@ class TextLikelihood(ScreenedReward, Loadable):
         if unknown:
             raise Unscorable(f"PP-OCRv4 cannot read {unknown} of the text it should show")
         return [self._characters[character] for character in target]
-
-    def _compare(
-        self, images: Float[Tensor, "n 3 h w"], targets: list[list[int]]
-    ) -> Float[Tensor, "n"]:
-        assert self._network
-        width = round(images.shape[3] * _HEIGHT / images.shape[2])
-        resized = F.interpolate(images, (_HEIGHT, width), mode="bilinear")
-        probabilities = self._network(resized.flip(1) * 2 - 1)  # BGR in [-1, 1]
-        return log_likelihood(probabilities.clamp(min=_LEAST).log(), targets)
 
 
 def log_likelihood(

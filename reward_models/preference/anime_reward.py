@@ -8,6 +8,7 @@ Source: AnimeReward, arXiv:2504.10044; the reward script of Index-anisora names 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.checkpoints import fingerprint_of, read_tokenizer, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import evenly
@@ -34,6 +35,7 @@ FIRST = 144
 """Number of frames that are used, from the start of the video."""
 
 
+@dataclass(eq=False, repr=False)
 class AnimeReward(NetworkReward):
     """Scores how well frames match the caption, and how similar they are to the first image.
 
@@ -42,39 +44,32 @@ class AnimeReward(NetworkReward):
     image-text retrieval; `frames` evenly spaced frames are used.
     """
 
-    network: "transformers.BlipForImageTextRetrieval"
+    network: "transformers.BlipForImageTextRetrieval" = field(init=False)
+    model: str = "Salesforce/blip-itm-large-coco"
+    dims: Sequence[str] = DIMS
+    frames: PositiveInt = 8
+    batch_size: PositiveInt = field(default=4, kw_only=True)
 
-    def __init__(
-        self,
-        model: str = "Salesforce/blip-itm-large-coco",
-        dims: Sequence[str] = DIMS,
-        frames: PositiveInt = 8,
-        device: str = "auto",
-        batch_size: PositiveInt = 4,
-        offload: bool = False,
-    ):
-        check_dims(dims)
-        self.model, self.frames = model, frames
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        check_dims(self.dims)
+        return RewardSpec(
             name="anime_reward",
-            dims=tuple(dims),
+            dims=tuple(self.dims),
             modality="video",
             scale=(-1.0, 1.0),
             licence="BSD-3-Clause",
             differentiable=True,
-            needs=("prompt", "references") if DIMS[1] in dims else ("prompt",),
-            version=f"{fingerprint_of(model)} {frames} frames",
+            needs=("prompt", "references") if DIMS[1] in self.dims else ("prompt",),
+            version=f"{fingerprint_of(self.model)} {self.frames} frames",
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read BLIP and its tokenizer."""
         network = read_transformers(transformers.BlipForImageTextRetrieval, self.model)
         self.longest: int = network.config.text_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
-            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
-        )
+        self.tokenizer = read_tokenizer(self.model)
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
@@ -95,7 +90,7 @@ class AnimeReward(NetworkReward):
         return torch.stack([scores[dim] for dim in self.spec.dims]).float()
 
     def _seen(self, pictures: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "F L d"]:
-        pixels = self.preprocessing(pictures.to(self.device, torch.float32))
+        pixels = self.preprocessing(pictures.to(self.place, torch.float32))
         return self.network.vision_model(pixel_values=pixels).last_hidden_state
 
     def _embedded(self, seen: Float[Tensor, "F L d"]) -> Float[Tensor, "F p"]:
@@ -103,11 +98,11 @@ class AnimeReward(NetworkReward):
 
     def _matches(self, seen: Float[Tensor, "F L d"], prompt: str) -> Float[Tensor, ""]:
         tokens = self.tokenizer(
-            prompt, return_tensors="pt", truncation=True, max_length=self.longest
-        )
+            [prompt] * len(seen), return_tensors="pt", truncation=True, max_length=self.longest
+        ).to(self.place)
         hidden = self.network.text_encoder(
-            input_ids=tokens["input_ids"].to(self.device).expand(len(seen), -1),
-            attention_mask=tokens["attention_mask"].to(self.device).expand(len(seen), -1),
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
             encoder_hidden_states=seen,
             encoder_attention_mask=seen.new_ones(seen.shape[:2], dtype=torch.long),
         ).last_hidden_state

@@ -12,7 +12,7 @@ same head on SigLIP so400m and is released under AGPL-3.0.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flowalign.types import EmbedsImages, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import EmbedsImages, MediaBatch, RewardSpec
 from reward_models.backbones.checkpoints import (
     find_file,
     fingerprint_of,
@@ -34,28 +34,35 @@ from reward_models.backbones.clip_towers import (
     prompt_similarity,
     read_hugging_face,
     read_open_clip,
+    read_towers,
 )
 from reward_models.backbones.pixels import average_over_frames
 from reward_models.backbones.reward_bases import NetworkReward
 
 
+@dataclass(eq=False, repr=False)
 class TowerReward(NetworkReward, EmbedsImages):
     """Reward of two towers. Its image tower also compares images."""
 
-    network: Towers
+    network: Towers = field(init=False)
 
     @override
     @torch.no_grad()
     def embed(self, batch: MediaBatch) -> Float[Tensor, "n d"]:
         """Return the embedding of each image, or the mean over the frames of each video."""
         self.load()
-        self.network.to(self.device)
+        self.network.to(self.place)
         embedded = self.network.images(batch.media.flatten(0, 1), self.batch_size)
         if self.offload:
             self.network.to("cpu")
         return embedded.unflatten(0, batch.media.shape[:2]).mean(1)
 
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Return cos(image, text), averaged over frames."""
+        return prompt_similarity(self.network, batch, self.batch_size)[:, None]
 
+
+@dataclass(eq=False, repr=False)
 class CLIPScore(TowerReward):
     """Scores the cosine similarity in [-1, 1]; a video scores the mean over its frames.
 
@@ -64,41 +71,30 @@ class CLIPScore(TowerReward):
     Face folder or hub repository of a CLIP or SigLIP model.
     """
 
-    def __init__(
-        self,
-        model: str = "ViT-L-14",
-        pretrained: str | None = "openai",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    model: str = "ViT-L-14"
+    pretrained: str | None = "openai"
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="clip_score",
             dims=("clip_score",),
-            modality="any",
             scale=(-1.0, 1.0),
             licence="MIT",
             differentiable=True,
             needs=("prompt",),
-            version=f"{fingerprint_of(model)} {fingerprint_of(pretrained)}",
+            version=f"{fingerprint_of(self.model)} {fingerprint_of(self.pretrained)}",
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.model, self.pretrained = model, pretrained
 
     def read(self) -> Towers:
         """Read both towers."""
-        if self.pretrained is None:
-            return read_hugging_face(self.model)
-        return read_open_clip(self.model, self.pretrained)
-
-    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Return cos(image, text), averaged over frames."""
-        return prompt_similarity(self.network, batch, self.batch_size)[:, None]
+        return read_towers(self.model, self.pretrained)
 
 
 DIVISORS = {"none": 1, "divided by 26": 26}
 
 
+@dataclass(eq=False, repr=False)
 class PickScore(TowerReward):
     """Scores exp(logit_scale) cos(image, text); a video scores the mean over its frames.
 
@@ -107,29 +103,23 @@ class PickScore(TowerReward):
     `processor` (tokenizer and preprocessing) are Hugging Face folders or hub repositories.
     """
 
-    def __init__(
-        self,
-        model: str = "yuvalkirstain/PickScore_v1",
-        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        normalisation: Literal["none", "divided by 26"] = "none",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        self.divisor = DIVISORS[normalisation]
-        spec = RewardSpec(
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    normalisation: Literal["none", "divided by 26"] = "none"
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        largest = 100 / DIVISORS[self.normalisation]  # CLIP caps its logit scale at 100
+        return RewardSpec(
             name="pickscore",
             dims=("pickscore",),
-            modality="any",
-            scale=(-100 / self.divisor, 100 / self.divisor),  # CLIP caps its logit scale at 100
+            scale=(-largest, largest),
             licence="MIT",
             differentiable=True,
             needs=("prompt",),
-            normalisation=normalisation,
-            version=f"{fingerprint_of(model)} {fingerprint_of(processor)}",
+            normalisation=self.normalisation,
+            version=f"{fingerprint_of(self.model)} {fingerprint_of(self.processor)}",
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.model, self.processor = model, processor
 
     def read(self) -> Towers:
         """Read both towers."""
@@ -137,13 +127,13 @@ class PickScore(TowerReward):
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Return exp(logit_scale) cos(image, text), averaged over frames."""
-        cosine = prompt_similarity(self.network, batch, self.batch_size)[:, None]
-        return self.network.scale * cosine / self.divisor
+        return self.network.scale * super().rate(batch) / DIVISORS[self.normalisation]
 
 
 FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
+@dataclass(eq=False, repr=False)
 class HPSv2(TowerReward):
     """Scores cos(image, text), usually 0.2 to 0.35 (papers report it times 100).
 
@@ -152,38 +142,28 @@ class HPSv2(TowerReward):
     JSON file of sizes.
     """
 
-    def __init__(
-        self,
-        version: Literal["v2", "v2.1"] = "v2.1",
-        weights: str = "xswu/HPSv2",
-        model: str = "ViT-H-14",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        name = f"hps{version}".replace(".", "_")
-        spec = RewardSpec(
+    version: Literal["v2", "v2.1"] = "v2.1"
+    weights: str = "xswu/HPSv2"
+    model: str = "ViT-H-14"
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        name = f"hps{self.version}".replace(".", "_")
+        return RewardSpec(
             name=name,
             dims=(name,),
-            modality="any",
             scale=(-1.0, 1.0),
             licence="Apache-2.0",
             differentiable=True,
             needs=("prompt",),
-            version=f"{fingerprint_of(weights)} {fingerprint_of(model)}",
+            version=f"{fingerprint_of(self.weights)} {fingerprint_of(self.model)}",
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.version, self.weights, self.model = version, weights, model
 
     def read(self) -> Towers:
         """Read both towers and set HPSv2's preprocessing."""
         towers = read_open_clip(self.model, str(find_file(self.weights, FILES[self.version])))
         towers.preprocessing = replace(towers.preprocessing, resize="longest")
         return towers
-
-    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Return cos(image, text), averaged over frames."""
-        return prompt_similarity(self.network, batch, self.batch_size)[:, None]
 
 
 class LinearStack(nn.Module):
@@ -222,6 +202,7 @@ class AestheticNetwork(nn.Module):
         self.towers, self.head = towers, head
 
 
+@dataclass(eq=False, repr=False)
 class Aesthetic(NetworkReward):
     """Predicts the aesthetic rating of an image, about 1 to 10; a video scores its frames' mean.
 
@@ -230,39 +211,28 @@ class Aesthetic(NetworkReward):
     (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
     """
 
-    network: AestheticNetwork
+    network: AestheticNetwork = field(init=False)
+    head: str = "trl-lib/ddpo-aesthetic-predictor"
+    head_file: str = "aesthetic-model.pth"
+    clip: str = "openai/clip-vit-large-patch14"
+    pretrained: str | None = None
 
-    def __init__(
-        self,
-        head: str = "trl-lib/ddpo-aesthetic-predictor",
-        head_file: str = "aesthetic-model.pth",
-        clip: str = "openai/clip-vit-large-patch14",
-        pretrained: str | None = None,
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        parts = self.head, self.head_file, self.clip, self.pretrained
+        return RewardSpec(
             name="aesthetic",
             dims=("aesthetic",),
-            modality="any",
-            scale=(float("-inf"), float("inf")),
             licence="Apache-2.0",
             differentiable=True,
-            version=" ".join(map(fingerprint_of, (head, head_file, clip, pretrained))),
+            version=" ".join(map(fingerprint_of, parts)),
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.head, self.head_file, self.clip, self.pretrained = head, head_file, clip, pretrained
 
     def read(self) -> AestheticNetwork:
         """Read the head and the image tower (with the text tower, which is not used)."""
         path = find_file(self.head, self.head_file)
         head = build_linear_stack(read_tensors(path), path)
-        if self.pretrained is None:
-            towers = read_hugging_face(self.clip)
-        else:
-            towers = read_open_clip(self.clip, self.pretrained)
-        return AestheticNetwork(towers, head)
+        return AestheticNetwork(read_towers(self.clip, self.pretrained), head)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Return head(embedding / |embedding|), averaged over frames."""

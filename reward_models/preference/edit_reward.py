@@ -8,8 +8,7 @@ Source: EditReward, arXiv:2509.26346.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +28,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward
 from reward_models.preference.hpsv3 import preference_head
 
 Fusion = Literal["mean", "min", "sum"]
@@ -72,6 +71,7 @@ class Instructions:
 _BUNDLED = Instructions()
 
 
+@dataclass(eq=False, repr=False)
 class EditReward(NetworkReward):
     """Scores following, quality and overall, unbounded, each with its standard deviation.
 
@@ -82,37 +82,29 @@ class EditReward(NetworkReward):
     the original, which passes its own embeddings to the language model.
     """
 
-    tokenizer: "transformers.Qwen2Tokenizer"
+    checkpoint: str
+    base: str = "Qwen/Qwen2.5-VL-7B-Instruct"
+    fusion: Fusion = "mean"
+    instructions: Instructions = _BUNDLED
+    dtype: qwen2_vl.Dtype = "bfloat16"
+    batch_size: PositiveInt = field(default=8, kw_only=True)
+    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
 
-    def __init__(
-        self,
-        checkpoint: str,
-        base: str = "Qwen/Qwen2.5-VL-7B-Instruct",
-        fusion: Fusion = "mean",
-        instructions: Instructions = _BUNDLED,
-        dtype: qwen2_vl.Dtype = "bfloat16",
-        device: str = "auto",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.checkpoint, self.base, self.system = checkpoint, base, instructions.system
-        self.fusion: Fusion = fusion
-        self.instructions = instructions.read()
-        self.dtype: qwen2_vl.Dtype = dtype
-        weights = fingerprint_of(checkpoint), fingerprint_of(base)
-        asked = hashlib.sha256("".join([*self.instructions, self.system]).encode()).hexdigest()[:16]
-        settings = fusion, asked, dtype
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        self.asked = self.instructions.read()
+        weights = fingerprint_of(self.checkpoint), fingerprint_of(self.base)
+        texts = "".join([*self.asked, self.instructions.system])
+        asked = hashlib.sha256(texts.encode()).hexdigest()[:16]
+        return RewardSpec(
             name="edit_reward",
             dims=DIMS,
             modality="image",
-            scale=(-torch.inf, torch.inf),
             licence="MIT",
             differentiable=True,
             needs=("prompt", "references"),
-            version=", ".join([*weights, *settings]),
+            version=", ".join([*weights, self.fusion, asked, self.dtype]),
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read backbone and heads from one checkpoint."""
@@ -120,37 +112,29 @@ class EditReward(NetworkReward):
         tensors = _weights(self.checkpoint)
         return qwen2_vl.build_network(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
 
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        images = sample.references[0][0], sample.media
+        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], *images)
+
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every edit, from one forward pass per head."""
-        heads: list[Tensor] = []
-        failed: dict[int, str] = {}
-        rows: list[int] = []
-        for head, instruction in enumerate(self.instructions):
-            chats, failed = qwen2_vl.collect_chats(len(batch), self._chat(batch, instruction))
-            if not chats:
-                nothing = torch.full((len(batch), len(DIMS)), torch.nan)
-                return BatchScores(nothing, nothing, failed)
-            mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
-            rows = [*chats]
-            heads.append(self.network(list(chats.values()), [mark], "image")[:, 0, head])
+        mark, heads = self.tokenizer.convert_tokens_to_ids(TOKEN), list[Tensor]()
+        for head, instruction in enumerate(self.asked):
+            chats = [self._chat(batch, i, instruction) for i in range(len(batch))]
+            heads.append(self.network(chats, [mark], "image")[:, 0, head])
         both = torch.stack(heads, 1)
         out = torch.cat([both, fuse_heads(both, self.fusion)[:, None]], 1)
-        values, spreads = (
-            place_rows(part, rows, len(batch)) for part in (out[..., 0], out[..., 1])
-        )
-        return BatchScores(values, spreads.exp(), failed)
+        return BatchScores(out[..., 0], out[..., 1].exp())
 
-    def _chat(self, batch: MediaBatch, instruction: str) -> Callable[[int], qwen2_vl.Chat]:
-        def chat(i: int) -> qwen2_vl.Chat:
-            images = batch.references[i][0][None], batch.media[i]
-            parts = [qwen2_vl.cut_patches(_fit(image.to(self.device).float())) for image in images]
-            patches, grids = [part[0] for part in parts], [part[1] for part in parts]
-            text = qwen2_vl.fill_instruction(self.tokenizer, instruction, batch.prompts[i])
-            counts = [qwen2_vl.count_tokens(grid) for grid in grids]
-            ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", *counts, system=self.system)
-            return qwen2_vl.Chat(ids, torch.cat(patches), grids[0], (grids[1],))
-
-        return chat
+    def _chat(self, batch: MediaBatch, i: int, instruction: str) -> qwen2_vl.Chat:
+        images = batch.references[i][0][None], batch.media[i]
+        parts = [qwen2_vl.cut_patches(_fit(image.to(self.place).float())) for image in images]
+        patches, grids = [part[0] for part in parts], [part[1] for part in parts]
+        text, system = instruction.replace("{prompt}", batch.prompts[i]), self.instructions.system
+        counts = [qwen2_vl.count_tokens(grid) for grid in grids]
+        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", *counts, system=system)
+        return qwen2_vl.Chat(ids, torch.cat(patches), grids[0], (grids[1],))
 
 
 class _Heads(nn.Module):

@@ -11,14 +11,16 @@ whole model.
 Source: HPSv3++, arXiv:2606.14657.
 """
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
-from flowalign.types import LARGEST_INT, MediaBatch, PositiveInt, Range, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -28,7 +30,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.reward_bases import BatchScores, NetworkReward
 
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text(encoding="utf-8")
 TOKEN = "<|Reward|>"
@@ -36,6 +38,7 @@ PIXELS = 256 * 28 * 28
 """Target area of every image in pixels; lower and upper bound are equal."""
 
 
+@dataclass(eq=False, repr=False)
 class HPSv3(NetworkReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
@@ -43,38 +46,25 @@ class HPSv3(NetworkReward):
     the config and tokenizer of Qwen2-VL.
     """
 
-    tokenizer: "transformers.Qwen2Tokenizer"
+    checkpoint: str = "MizzenAI/HPSv3"
+    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    position_mode: qwen2_vl.PositionMode = "sequential"
+    dtype: qwen2_vl.Dtype = "bfloat16"
+    batch_size: PositiveInt = field(default=8, kw_only=True)
+    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
 
-    def __init__(
-        self,
-        checkpoint: str = "MizzenAI/HPSv3",
-        base: str = "Qwen/Qwen2-VL-7B-Instruct",
-        position_mode: qwen2_vl.PositionMode = "sequential",
-        dtype: qwen2_vl.Dtype = "bfloat16",
-        device: str = "auto",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.checkpoint, self.base = checkpoint, base
-        self.position_mode: qwen2_vl.PositionMode = position_mode
-        self.dtype: qwen2_vl.Dtype = dtype
-        settings = (
-            fingerprint_of(checkpoint),
-            fingerprint_of(base),
-            f"{position_mode} positions",
-            dtype,
-        )
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        weights = fingerprint_of(self.checkpoint), fingerprint_of(self.base)
+        return RewardSpec(
             name="hpsv3",
             dims=("hpsv3",),
             modality="image",
-            scale=(-torch.inf, torch.inf),
             licence="MIT",
             differentiable=True,
             needs=("prompt",),
-            version=", ".join(settings),
+            version=", ".join([*weights, f"{self.position_mode} positions", self.dtype]),
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read backbone and head from one file."""
@@ -84,28 +74,25 @@ class HPSv3(NetworkReward):
             config, preference_head, read_tensors(path), path, self.position_mode, self.dtype
         )
 
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media)
+
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""
-        chats, failed = qwen2_vl.collect_chats(len(batch), lambda i: self._chat(batch, i))
-        if not chats:
-            nothing = torch.full((len(batch), 1), torch.nan)
-            return BatchScores(nothing, nothing, failed)
+        chats = [self._chat(batch, i) for i in range(len(batch))]
         mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
-        out = place_rows(
-            self.network(list(chats.values()), [mark], "image")[:, 0], [*chats], len(batch)
-        )
-        return BatchScores(out[:, :1], out[:, 1:].exp(), failed)
+        out = self.network(chats, [mark], "image")[:, 0]
+        return BatchScores(out[:, :1], out[:, 1:].exp())
 
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
-        picture = batch.media[i].to(self.device).float()
+        picture = batch.media[i].to(self.place).float()
         size = qwen2_vl.fit_size(picture.shape[-2], picture.shape[-1], PIXELS, PIXELS)
         patches, grid = qwen2_vl.cut_patches(resize(picture, size[0], size[1], quantised=True))
-        text = qwen2_vl.fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
-        return qwen2_vl.Chat(
-            qwen2_vl.tokenize_chat(self.tokenizer, text, "image", qwen2_vl.count_tokens(grid)),
-            patches,
-            grid,
-        )
+        text = INSTRUCTION.replace("{prompt}", batch.prompts[i])
+        tokens = qwen2_vl.count_tokens(grid)
+        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", tokens)
+        return qwen2_vl.Chat(ids, patches, grid)
 
 
 def preference_head(width: int) -> nn.Module:
@@ -178,6 +165,7 @@ class ConditionedHead(nn.Module):
         return self.rm_head(features * (1 + gamma) + beta)
 
 
+@dataclass(eq=False, repr=False)
 class HPSv3PlusPlus(NetworkReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
@@ -191,36 +179,27 @@ class HPSv3PlusPlus(NetworkReward):
     Scores are differentiable, including through the inferred capability.
     """
 
-    tokenizer: "transformers.Qwen2Tokenizer"
+    rates_whole_batches = True
 
-    def __init__(
-        self,
-        checkpoint: str,
-        base: str = "Qwen/Qwen3-VL-8B-Instruct",
-        capability: Grouping = "image",
-        iteration: Annotated[float, Range(least=0, most=1)] = 0.0,
-        dtype: qwen2_vl.Dtype = "bfloat16",
-        device: str = "auto",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.checkpoint, self.base, self.at_once = checkpoint, base, batch_size
-        self.capability: Grouping = capability
-        self.iteration = iteration
-        self.dtype: qwen2_vl.Dtype = dtype
-        weights = fingerprint_of(checkpoint), fingerprint_of(base)
-        spec = RewardSpec(
+    checkpoint: str
+    base: str = "Qwen/Qwen3-VL-8B-Instruct"
+    capability: Grouping = "image"
+    iteration: Annotated[float, Range(least=0, most=1)] = 0.0
+    dtype: qwen2_vl.Dtype = "bfloat16"
+    batch_size: PositiveInt = field(default=8, kw_only=True)
+    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        weights = fingerprint_of(self.checkpoint), fingerprint_of(self.base)
+        return RewardSpec(
             name="hpsv3_plus_plus",
             dims=("hpsv3_plus_plus",),
             modality="image",
-            scale=(-torch.inf, torch.inf),
-            licence="not stated",
             differentiable=True,
-            needs=("prompt", "groups") if capability == "group" else ("prompt",),
-            version=", ".join([*weights, f"{capability} at {iteration:g}", dtype]),
+            needs=("prompt", "groups") if self.capability == "group" else ("prompt",),
+            version=", ".join([*weights, f"{self.capability} at {self.iteration:g}", self.dtype]),
         )
-        # `rate` divides the work by `at_once` itself, so that groups stay whole
-        super().__init__(spec, device, LARGEST_INT, offload)
 
     def read(self) -> nn.Module:
         """Read backbone and head from one file."""
@@ -229,37 +208,30 @@ class HPSv3PlusPlus(NetworkReward):
         tensors = rename_tensors(read_tensors(path), _PARTS)
         return qwen2_vl.build_network(config, ConditionedHead, tensors, path, "mrope", self.dtype)
 
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media)
+
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""
-        features: list[Tensor] = []
-        rows: list[int] = []
-        failed: dict[int, str] = {}
         mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
-        for start in range(0, len(batch), self.at_once):
-            part = batch.take(range(start, min(start + self.at_once, len(batch))))
-            chats, wrong = qwen2_vl.collect_chats(
-                len(part), lambda i, part=part: self._chat(part, i)
-            )
-            failed |= {start + i: why for i, why in wrong.items()}
-            rows += [start + i for i in chats]
-            if chats:
-                features.append(self.network.hidden(list(chats.values()), [mark], "image")[:, 0])
-        if not rows:
-            nothing = torch.full((len(batch), 1), torch.nan)
-            return BatchScores(nothing, nothing, failed)
-        groups = rows if self.capability == "image" else [batch.groups[i] for i in rows]
-        ids = torch.tensor(groups, device=features[0].device)
-        out = self.network.head(torch.cat(features), ids, self.iteration)
-        out = place_rows(out, rows, len(batch))
-        return BatchScores(out[:, :1], out[:, 1:].exp(), failed)
+        chats = (
+            [self._chat(some, i) for i in range(len(some))]
+            for some in batch.chunks(self.batch_size)
+        )
+        features = torch.cat([self.network.hidden(some, [mark], "image")[:, 0] for some in chats])
+        groups = range(len(batch)) if self.capability == "image" else batch.groups
+        out = self.network.head(
+            features, torch.tensor([*groups], device=features.device), self.iteration
+        )
+        return BatchScores(out[:, :1], out[:, 1:].exp())
 
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
-        picture = batch.media[i].to(self.device).float()
+        picture = batch.media[i].to(self.place).float()
         patches, grid = qwen2_vl.cut_patches(resize_twice(picture), PATCH, MEAN, STD)
-        text = qwen2_vl.fill_instruction(self.tokenizer, PLUS_PLUS_INSTRUCTION, batch.prompts[i])
-        ids = qwen2_vl.tokenize_chat(
-            self.tokenizer, text, "image", qwen2_vl.count_tokens(grid), system=""
-        )
+        text = PLUS_PLUS_INSTRUCTION.replace("{prompt}", batch.prompts[i])
+        tokens = qwen2_vl.count_tokens(grid)
+        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", tokens, system="")
         return qwen2_vl.Chat(ids, patches, grid)
 
 

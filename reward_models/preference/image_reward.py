@@ -4,6 +4,7 @@ Source: Xu et al. 2023, arXiv:2304.05977v4. The original file is loaded into tra
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -108,6 +109,7 @@ class ImageRewardNetwork(nn.Module):
         return self.head(read.last_hidden_state[:, 0])[:, 0]
 
 
+@dataclass(eq=False, repr=False)
 class ImageReward(NetworkReward):
     """Scores the standardised reward, about N(0, 1) over the authors' data.
 
@@ -117,38 +119,28 @@ class ImageReward(NetworkReward):
     truncated to 35 tokens.
     """
 
-    network: ImageRewardNetwork
+    network: ImageRewardNetwork = field(init=False)
+    model: str = "THUDM/ImageReward"
+    tokenizer: str = "google-bert/bert-base-uncased"
 
-    def __init__(
-        self,
-        model: str = "THUDM/ImageReward",
-        tokenizer: str = "google-bert/bert-base-uncased",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="image_reward",
             dims=("image_reward",),
-            modality="any",
-            scale=(float("-inf"), float("inf")),
             licence="Apache-2.0",
             differentiable=True,
             needs=("prompt",),
             normalisation="z-score",
-            version=f"{fingerprint_of(model)} {fingerprint_of(tokenizer)}",
+            version=f"{fingerprint_of(self.model)} {fingerprint_of(self.tokenizer)}",
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.model, self.tokenizer_source = model, tokenizer
 
     def read(self) -> ImageRewardNetwork:
         """Read BLIP and the head; every key of the file is used or listed in `UNUSED`."""
         path = find_file(self.model, "ImageReward.pt")
         med = read_object(find_file(self.model, "med_config.json"))
         self.sizes = _read_sizes(path.parent)
-        self.tokenizer = transformers.BertTokenizer(
-            str(find_file(self.tokenizer_source, "vocab.txt"))
-        )
+        self.words = transformers.BertTokenizer(str(find_file(self.tokenizer, "vocab.txt")))
         tensors = to_float32(read_tensors(path))
         words = tensors.get("blip.text_encoder.embeddings.word_embeddings.weight")
         if words is None:
@@ -170,14 +162,14 @@ class ImageReward(NetworkReward):
         return (average_over_frames(batch.media, torch.cat(parts))[:, None] - MEAN) / STD
 
     def _raw(self, frames: Tensor, prompts: Sequence[str]) -> Float[Tensor, "n"]:
-        tokens = self.tokenizer(
+        tokens = self.words(
             list(prompts),
             padding="max_length",
             truncation=True,
             max_length=MAX_TOKENS,
             return_tensors="pt",
-        ).to(self.device)
-        frames = frames.to(self.device, torch.float32)
+        ).to(self.place)
+        frames = frames.to(self.place, torch.float32)
         pixels = normalise(crop_shortest_side(frames, self.sizes["image_size"], quantised=True))
         return self.network(pixels, tokens["input_ids"], tokens["attention_mask"])
 

@@ -26,7 +26,7 @@ from reward_models.backbones.checkpoints import (
     rename_tensors,
 )
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.qwen2_vl import Dtype
+from reward_models.backbones.qwen2_vl import Dtype, check_chat
 from reward_models.preference import mj_video
 from reward_models.preference.internlm2_tokenizer import convert_tokenizer
 from reward_models.preference.mj_video import Reader, Reading
@@ -174,9 +174,8 @@ class InternVL2(Reader):
         return _Network(backbone, self.tokenizer)
 
     @override
-    def problem(self, prompt: str) -> str:
-        found = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
-        return f"its prompt contains the special token {found[0]}" if found else ""
+    def check(self, prompt: str) -> None:
+        check_chat(self.tokenizer, prompt)
 
 
 class _Network(nn.Module):

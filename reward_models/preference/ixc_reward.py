@@ -50,7 +50,6 @@ class IXCReward(RuleReward, Loadable):
             name="ixc_reward",
             dims=("ixc_reward",),
             modality="image",
-            scale=(-torch.inf, torch.inf),
             licence="see the model's repository",
             needs=("prompt",),
             version=f"{path} {hd_num} tiles {question}",

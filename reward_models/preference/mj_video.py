@@ -8,13 +8,14 @@ Source: MJ-VIDEO, arXiv:2502.01719.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import (
@@ -24,7 +25,7 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
 )
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize, starts
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.reward_bases import NetworkReward
 
 CRITERIA = {
     "alignment": ("object", "attribute", "actions", "count", "location"),
@@ -72,8 +73,8 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def problem(self, prompt: str) -> str:
-        """Return the reason why a prompt cannot be read, or ""."""
+    def check(self, prompt: str) -> None:
+        """Raise Unscorable if a prompt cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class MJVideoHead(nn.Module):
         return self(reading.hidden[rows, ends].float(), reading.hidden[rows, turns].float())
 
 
+@dataclass(eq=False, repr=False)
 class MJVideo(NetworkReward):
     """Scores five aspects and their gated sum, overall; trained to give 1 for good, -1 for bad.
 
@@ -165,32 +167,25 @@ class MJVideo(NetworkReward):
     dimension for each of the 28 criteria, for example `safety_crime`.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        checkpoint: str,
-        gate_width: PositiveInt = 1024,
-        temperature: PositiveFloat = 1.0,
-        criteria: bool = False,
-        device: str = "auto",
-        batch_size: PositiveInt = 4,
-        offload: bool = False,
-    ):
-        self.reader, self.checkpoint = reader, checkpoint
-        self.gate_width, self.temperature, self.criteria = gate_width, temperature, criteria
+    reader: Reader
+    checkpoint: str
+    gate_width: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    criteria: bool = False
+    batch_size: PositiveInt = field(default=4, kw_only=True)
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
         single = [f"{aspect}_{name}" for aspect, names in CRITERIA.items() for name in names]
-        spec = RewardSpec(
+        return RewardSpec(
             name="mj_video",
-            dims=(*ASPECTS, "overall", *(single if criteria else ())),
+            dims=(*ASPECTS, "overall", *(single if self.criteria else ())),
             modality="video",
-            scale=(-torch.inf, torch.inf),
-            licence="not stated",
             differentiable=True,
             needs=("prompt",),
-            version=f"{fingerprint_of(checkpoint)}, temperature {temperature}, "
-            f"reader {reader.name}",
+            version=f"{fingerprint_of(self.checkpoint)}, temperature {self.temperature}, "
+            f"reader {self.reader.name}",
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read backbone and head."""
@@ -202,22 +197,18 @@ class MJVideo(NetworkReward):
         load_exactly(head, {k: v for k, v in tensors.items() if not _is_of_backbone(k)}, path)
         return nn.ModuleDict({"reader": reader, "head": head})
 
-    def rate(self, batch: MediaBatch) -> BatchScores:
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        self.reader.check(sample.prompts[0])
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
         """Score eight frames of every video."""
-        failed = {i: why for i, p in enumerate(batch.prompts) if (why := self.reader.problem(p))}
-        rows = [i for i in range(len(batch)) if i not in failed]
-        if not rows:
-            return BatchScores(
-                torch.full((len(batch), len(self.spec.dims)), torch.nan), failed=failed
-            )
-        some = batch.take(rows)
-        media = some.media[:, starts(batch.media.shape[1], FRAMES)].to(self.device).float()
+        media = batch.media[:, starts(batch.media.shape[1], FRAMES)].to(self.place).float()
         frames = resize(media.flatten(0, 1), SIDE, SIDE, quantised=True)
         frames = normalise(frames, IMAGENET_MEAN, IMAGENET_STD).unflatten(0, media.shape[:2])
-        scores = self.network["head"].read(self.network["reader"](frames, list(some.prompts)))
-        values = [scores.aspects, scores.overall[:, None]]
-        values += [scores.criteria] if self.criteria else []
-        return BatchScores(place_rows(torch.cat(values, 1), rows, len(batch)), failed=failed)
+        scores = self.network["head"].read(self.network["reader"](frames, list(batch.prompts)))
+        single = [scores.criteria] if self.criteria else []
+        return torch.cat([scores.aspects, scores.overall[:, None], *single], 1)
 
 
 def _is_of_backbone(key: str) -> bool:

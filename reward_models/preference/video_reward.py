@@ -5,15 +5,15 @@ model (`model.pth`), and an adapter together with the other trained weights, whi
 model's weights.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import read_object
@@ -34,7 +34,7 @@ from reward_models.backbones.prefix import (
     hash_clip,
     read_clips,
 )
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward, place_rows
+from reward_models.backbones.reward_bases import NetworkReward
 
 Normalisation = Literal["checkpoint", "published", "none"]
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text(
@@ -66,6 +66,7 @@ EXPECTED = {
 """Values of a checkpoint's `model_config.json` that this implementation supports."""
 
 
+@dataclass(eq=False, repr=False)
 class VideoReward(NetworkReward):
     """Scores VQ, MQ, TA and their sum, Overall, each standardised by a mean and standard deviation.
 
@@ -78,42 +79,30 @@ class VideoReward(NetworkReward):
     VQ and MQ are known, and another prompt only costs the computation of TA.
     """
 
-    tokenizer: "transformers.Qwen2Tokenizer"
-    config: dict[str, Any]
+    checkpoint: str = "KwaiVGI/VideoReward"
+    base: str | None = None
+    position_mode: qwen2_vl.PositionMode = "sequential"
+    normalisation: Normalisation = "checkpoint"
+    dtype: qwen2_vl.Dtype = "bfloat16"
+    batch_size: PositiveInt = field(default=4, kw_only=True)
+    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
+    config: dict[str, Any] = field(init=False)
+    _kept: dict[str, ClipCache] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        checkpoint: str = "KwaiVGI/VideoReward",
-        base: str | None = None,
-        position_mode: qwen2_vl.PositionMode = "sequential",
-        normalisation: Normalisation = "checkpoint",
-        dtype: qwen2_vl.Dtype = "bfloat16",
-        device: str = "auto",
-        batch_size: PositiveInt = 4,
-        offload: bool = False,
-    ):
-        self.checkpoint, self.base, self.normalisation = checkpoint, base, normalisation
-        self.position_mode: qwen2_vl.PositionMode = position_mode
-        self.dtype: qwen2_vl.Dtype = dtype
-        settings = (
-            fingerprint_of(checkpoint),
-            fingerprint_of(base) if base else "its own base",
-            f"{position_mode} positions",
-            dtype,
-        )
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        weights = fingerprint_of(self.checkpoint), fingerprint_of(self.base) or "its own base"
+        units = "none" if self.normalisation == "none" else f"z-score ({self.normalisation})"
+        return RewardSpec(
             name="video_reward",
             dims=(*DIMS, "Overall"),
             modality="video",
-            scale=(-math.inf, math.inf),
             licence="MIT",
             differentiable=True,
             needs=("prompt", "fps"),
-            normalisation="none" if normalisation == "none" else f"z-score ({normalisation})",
-            version=", ".join(settings),
+            normalisation=units,
+            version=", ".join([*weights, f"{self.position_mode} positions", self.dtype]),
         )
-        super().__init__(spec, device, batch_size, offload)
-        self._kept: dict[str, ClipCache] = {}
 
     def read(self) -> nn.Module:
         """Read the backbone, merge the adapter into it, and read the head."""
@@ -127,15 +116,17 @@ class VideoReward(NetworkReward):
             architecture, _head, tensors, step, self.position_mode, self.dtype
         )
 
-    def rate(self, batch: MediaBatch) -> BatchScores:
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media[0])
+        self._chosen(sample, 0)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 4"]:
         """Return the three scores of every video, and their sum."""
-        chats, failed = qwen2_vl.collect_chats(len(batch), lambda i: self._chat(batch, i))
-        if not chats:
-            return BatchScores(torch.full((len(batch), 4), torch.nan), None, failed)
+        chats = {i: self._chat(batch, i) for i in range(len(batch))}
         raw = self._raw(chats, shared=not batch.media.requires_grad).cpu()
         scores = (raw - self.constants[0]) / self.constants[1]
-        scores = torch.cat([scores, scores.sum(1, keepdim=True)], 1)
-        return BatchScores(place_rows(scores, [*chats], len(batch)), None, failed)
+        return torch.cat([scores, scores.sum(1, keepdim=True)], 1)
 
     def _raw(self, chats: Mapping[int, qwen2_vl.Chat], shared: bool) -> Float[Tensor, "n 3"]:
         """Return VQ and MQ of each clip, computed once if `shared`, and TA of each prompt."""
@@ -153,7 +144,7 @@ class VideoReward(NetworkReward):
             fresh = read_clips(self.network, [new[name] for name in some], quality)
             clips |= zip(some, fresh, strict=True)
         if shared:
-            place = "cpu" if self.offload else self.device
+            place = "cpu" if self.offload else self.place
             self._kept = {name: clip.to(place) for name, clip in clips.items()}
         texts = {i: chat.ids[cut[i] :] for i, chat in chats.items()}
         return self._aligned({i: clips[name] for i, name in names.items()}, texts, alignment)
@@ -186,18 +177,19 @@ class VideoReward(NetworkReward):
         return torch.tensor([[given[f"{dim}_{key}"] for dim in DIMS] for key in ("mean", "std")])
 
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
-        text = qwen2_vl.fill_instruction(self.tokenizer, INSTRUCTION, batch.prompts[i])
-        data = self.config["data_config"]
-        kept = at_rate(batch.media.shape[1], batch.fps[i], float(data["fps"]))
+        most = self.config["data_config"]["max_frame_pixels"]
         height, width = batch.media.shape[-2:]
-        size = qwen2_vl.fit_size(height, width, FEWEST_PIXELS, data["max_frame_pixels"])
-        frames = batch.media[i, kept].to(self.device).float()
+        size = qwen2_vl.fit_size(height, width, FEWEST_PIXELS, most)
+        frames = batch.media[i, self._chosen(batch, i)].to(self.place).float()
         patches, grid = qwen2_vl.cut_patches(resize_rounding_once(frames, *size))
-        return qwen2_vl.Chat(
-            qwen2_vl.tokenize_chat(self.tokenizer, text, "video", qwen2_vl.count_tokens(grid)),
-            patches,
-            grid,
-        )
+        text = INSTRUCTION.replace("{prompt}", batch.prompts[i])
+        tokens = qwen2_vl.count_tokens(grid)
+        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "video", tokens)
+        return qwen2_vl.Chat(ids, patches, grid)
+
+    def _chosen(self, batch: MediaBatch, i: int) -> list[int]:
+        fps = float(self.config["data_config"]["fps"])
+        return at_rate(batch.media.shape[1], batch.fps[i], fps)
 
 
 def _head(width: int) -> nn.Module:

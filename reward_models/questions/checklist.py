@@ -24,14 +24,12 @@ from flowalign.types import (
     Fit,
     Fittable,
     JudgeCalls,
-    Loadable,
     MediaBatch,
     NonNegativeFloat,
     RewardModel,
     RewardSpec,
 )
-from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
-from reward_models.backbones.yes_no_judges import YesNoJudge
+from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward, YesNoJudge
 from reward_models.questions.question_set import (
     Answers,
     QuestionSet,
@@ -42,7 +40,7 @@ from reward_models.questions.question_set import (
 from reward_models.questions.vqa_score import QUESTION, fill_questions
 
 
-class Checklist(ScreenedReward, Loadable, Fittable):
+class Checklist(Composed, ScreenedReward, Fittable):
     """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
 
     If the question set weights an alignment reward, `alignment` names its source: a reward model of
@@ -104,18 +102,6 @@ class Checklist(ScreenedReward, Loadable, Fittable):
             + (", without alignment" if self.alignment == "omit" else ""),
             version=f"{_fingerprint(question_set)} {self.judge.version} alignment {term}",
         )
-
-    def load(self) -> None:
-        """Load the judge and the alignment reward."""
-        self.judge.load()
-        if isinstance(self._model, Loadable):
-            self._model.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        found = [self.judge.caveat, self._model.caveat if self._model else ""]
-        return "; ".join(filter(None, found))
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:

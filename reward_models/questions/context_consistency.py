@@ -8,7 +8,7 @@ request; a language model writes it beforehand. Hummingbird's rewards see the re
 this text. The third dimension compares with the reference images themselves and is our choice.
 """
 
-import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
+from reward_models.backbones.checkpoints import fingerprint_of, read_tokenizer, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.reward_bases import NetworkReward
+from reward_models.backbones.reward_bases import NetworkReward, metadata_of
 
 
+@dataclass(eq=False, repr=False)
 class ContextConsistency(NetworkReward):
     """Scores an image against the context of its request: text and one or more references.
 
@@ -30,27 +31,21 @@ class ContextConsistency(NetworkReward):
     is the metadata's `context` if present, else the prompt.
     """
 
-    network: "transformers.Blip2ForImageTextRetrieval"
+    network: "transformers.Blip2ForImageTextRetrieval" = field(init=False)
+    model: str = "Salesforce/blip2-itm-vit-g"
+    batch_size: PositiveInt = field(default=8, kw_only=True)
 
-    def __init__(
-        self,
-        model: str = "Salesforce/blip2-itm-vit-g",
-        device: str = "auto",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.model = model
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="context_consistency",
             dims=("semantic", "consistency", "reference"),
             modality="image",
-            scale=(-math.inf, math.inf),
             licence="MIT",
             differentiable=True,
             needs=("prompt", "references"),
-            version=fingerprint_of(model),
+            version=fingerprint_of(self.model),
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read BLIP-2's image encoder, Q-Former and heads, and its tokenizer."""
@@ -58,9 +53,7 @@ class ContextConsistency(NetworkReward):
         network.config.image_token_index = None  # the text has no image placeholders
         self.longest: int = network.config.qformer_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
-            find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
-        )
+        self.tokenizer = read_tokenizer(self.model)
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 3"]:
@@ -68,8 +61,7 @@ class ContextConsistency(NetworkReward):
         return torch.cat([self._rated(batch.take([i])) for i in range(len(batch))])
 
     def _rated(self, sample: MediaBatch) -> Float[Tensor, "1 3"]:
-        metadata = sample.metadata[0] if sample.metadata else {}
-        text = self._tokens(str(metadata.get("context") or sample.prompts[0]))
+        text = self._tokens(str(metadata_of(sample).get("context") or sample.prompts[0]))
         pixels = self._pixels(sample.media[:, 0])
         contrast = self.network(pixels, **text)
         match = self.network(pixels, **text, use_image_text_matching_head=True)
@@ -82,8 +74,8 @@ class ContextConsistency(NetworkReward):
         ).float()[None]
 
     def _pixels(self, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
-        return self.preprocessing(pictures.to(self.device, torch.float32))
+        return self.preprocessing(pictures.to(self.place, torch.float32))
 
     def _tokens(self, text: str) -> dict[str, Any]:
         tokens = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=self.longest)
-        return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return {name: tokens[name].to(self.place) for name in ("input_ids", "attention_mask")}

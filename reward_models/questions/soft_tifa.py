@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import override
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
-from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, Unscorable, place_rows
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import (
+    BatchScores,
+    Composed,
+    ScreenedReward,
+    Unscorable,
+    metadata_of,
+)
 from reward_models.backbones.yes_no_judges import QwenYesNo
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -44,7 +51,7 @@ def spell_answer(question: str, answer: str) -> list[str]:
     return [*words, *(f" {word}" for word in words)]
 
 
-class SoftTIFA(ScreenedReward, Loadable):
+class SoftTIFA(Composed, ScreenedReward):
     """Scores the mean probability of correct answers, arithmetic and geometric, from 0 to 1.
 
     The metadata's `vqa_list` holds the questions as a list of [question, answer]. The release uses
@@ -63,29 +70,19 @@ class SoftTIFA(ScreenedReward, Loadable):
             version=f"{judge.version} {_ASK}",
         )
 
-    def load(self) -> None:
-        """Load the judge."""
-        self.judge.load()
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        read_questions(metadata_of(sample))
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask all questions of each row."""
-        asked: dict[int, list[tuple[str, str]]] = {}
-        failed: dict[int, str] = {}
-        for i in range(len(batch)):
-            try:
-                asked[i] = read_questions(batch.metadata[i] if batch.metadata else {})
-            except Unscorable as reason:
-                failed[i] = str(reason)
-        values = torch.full((len(batch), 2), torch.nan)
-        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
-        if asked:
-            p, given = self._answers(batch.take([*asked]), list(asked.values()))
-            values = place_rows(soft_tifa(p, given), [*asked], len(batch))
-            for k, (i, pairs) in enumerate(asked.items()):
-                extras[i] = {"answers": p[k, : len(pairs)].tolist()}
-                if values[i].isnan().any():
-                    failed[i] = "a question of its metadata contains a special token"
-        return BatchScores(values, failed=failed, extras=extras)
+        asked = [read_questions(metadata) for metadata in batch.metadata]
+        p, given = self._answers(batch, asked)
+        values = soft_tifa(p, given)
+        special = values.isnan().any(1).nonzero().flatten().tolist()
+        why = "a question of its metadata contains a special token"
+        extras = [{"answers": p[k, : len(pairs)].tolist()} for k, pairs in enumerate(asked)]
+        return BatchScores(values, failed=dict.fromkeys(special, why), extras=extras)
 
     def _answers(
         self, batch: MediaBatch, pairs: Sequence[Sequence[tuple[str, str]]]

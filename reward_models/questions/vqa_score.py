@@ -5,8 +5,8 @@ and a geometric question about rendered views. The papers do not give the wordin
 or the weights of the two rewards; the geometric question here is our choice.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from flowalign.types import JudgeCalls, Loadable, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import JudgeCalls, MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -28,7 +28,12 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import normalise, pad_to_square, resize
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward, ScreenedReward
+from reward_models.backbones.reward_bases import (
+    BatchScores,
+    Composed,
+    NetworkReward,
+    ScreenedReward,
+)
 from reward_models.backbones.yes_no_judges import Dtype, QwenYesNo, YesNoJudge
 
 QUESTION = 'Does this figure show "[[prompt]]"? Please answer yes or no.'
@@ -70,7 +75,7 @@ def rate_answers(
     return BatchScores(answers, failed=dict.fromkeys(silent, judge.silence))
 
 
-class VQAScore(ScreenedReward, Loadable):
+class VQAScore(Composed, ScreenedReward):
     """Scores a judge's P(yes) that the image or video shows the prompt."""
 
     def __init__(self, judge: YesNoJudge, question: str = QUESTION):
@@ -80,22 +85,12 @@ class VQAScore(ScreenedReward, Loadable):
         self.spec = RewardSpec(
             name="vqa_score",
             dims=("alignment",),
-            modality="any",
             scale=(0.0, 1.0),
             licence="that of the judge",
             needs=("prompt",),
             normalisation="P(yes) relative to yes and no",
             version=f"{judge.version} {question}",
         )
-
-    def load(self) -> None:
-        """Load the judge."""
-        self.judge.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return self.judge.caveat
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
@@ -106,6 +101,7 @@ class VQAScore(ScreenedReward, Loadable):
         return rate_answers(batch, [self.question], self.judge, self.judge.ask)
 
 
+@dataclass(eq=False, repr=False)
 class ClipFlanT5(NetworkReward):
     """Scores with VQAScore's own model: T5 that reads projected CLIP patches among the words.
 
@@ -115,21 +111,16 @@ class ClipFlanT5(NetworkReward):
     image encoder. `vision` overrides only the encoder's config that `mm_vision_tower` names.
     """
 
-    network: "_ClipT5"
+    network: "_ClipT5" = field(init=False)
+    source: str = "zhiqiulin/clip-flant5-xxl"
+    tokenizer: str = "google/flan-t5-xxl"
+    vision: str | None = None
+    dtype: Dtype = "float32"
+    batch_size: PositiveInt = field(default=8, kw_only=True)
 
-    def __init__(
-        self,
-        source: str = "zhiqiulin/clip-flant5-xxl",
-        tokenizer: str = "google/flan-t5-xxl",
-        vision: str | None = None,
-        device: str = "auto",
-        dtype: Dtype = "float32",
-        batch_size: PositiveInt = 8,
-        offload: bool = False,
-    ):
-        self.source, self.tokenizer_source, self.vision = source, tokenizer, vision
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="clip_flant5",
             dims=("alignment",),
             modality="image",
@@ -138,9 +129,8 @@ class ClipFlanT5(NetworkReward):
             differentiable=True,
             needs=("prompt",),
             normalisation="geometric mean over the tokens of Yes",
-            version=f"{fingerprint_of(source)} {fingerprint_of(tokenizer)} {dtype}",
+            version=f"{fingerprint_of(self.source)} {fingerprint_of(self.tokenizer)} {self.dtype}",
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
@@ -148,12 +138,11 @@ class ClipFlanT5(NetworkReward):
         if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
             raise ValueError(f"the config of {self.source} must contain {_LAYOUT}")
         tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")
-        words = find_folder(self.tokenizer_source, ("*.json", "*.model"))
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(words)
-        tensors = {
-            key: tensor.to(self.dtype)
-            for key, tensor in rename_tensors(read_weights(self.source), _RENAMES).items()
-        }
+        words = find_folder(self.tokenizer, ("*.json", "*.model"))
+        self.words = transformers.AutoTokenizer.from_pretrained(words)
+        renamed = rename_tensors(read_weights(self.source), _RENAMES)
+        dtype = getattr(torch, self.dtype)
+        tensors = {key: tensor.to(dtype) for key, tensor in renamed.items()}
         for name in _TIED:
             tensors.setdefault(name, tensors.get("t5.shared.weight", torch.zeros(())))
         with on_meta_device():
@@ -163,22 +152,17 @@ class ClipFlanT5(NetworkReward):
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Return the probability of yes, differentiable in the pixels."""
-        pixels = padded_square(batch.media[:, 0].to(self.device), self.network.image_size)
-        before, after = (
-            self._words(_SYSTEM),
-            [
-                self._words(f"\n{text} ASSISTANT: ")
-                for text in (fill_questions([QUESTION], prompt)[0] for prompt in batch.prompts)
-            ],
-        )
-        answer = self._words("Yes")
-        logits = self.network(pixels.to(self.dtype), before, after, answer)
+        pixels = padded_square(batch.media[:, 0].to(self.place), self.network.image_size)
+        asked = [QUESTION.replace("[[prompt]]", prompt) for prompt in batch.prompts]
+        after = [self._tokens(f"\n{text} ASSISTANT: ") for text in asked]
+        answer, dtype = self._tokens("Yes"), getattr(torch, self.dtype)
+        logits = self.network(pixels.to(dtype), self._tokens(_SYSTEM), after, answer)
         log_p = logits.float().log_softmax(-1)
         return log_p[:, torch.arange(len(answer)), answer].mean(1, keepdim=True).exp()
 
-    def _words(self, text: str) -> Tensor:
+    def _tokens(self, text: str) -> Tensor:
         """Tokenise one piece; every piece ends with an end token, also before the image."""
-        return torch.tensor(self.tokenizer(text)["input_ids"], device=self.device)
+        return torch.tensor(self.words(text)["input_ids"], device=self.place)
 
 
 class _ClipT5(nn.Module):
@@ -233,7 +217,7 @@ QUESTIONS = {
 """Question of each dimension; `[[prompt]]` stands for the sample's prompt."""
 
 
-class YesNoOdds(ScreenedReward, Loadable):
+class YesNoOdds(Composed, ScreenedReward):
     """Scores log P(yes) - log P(no) for one question per dimension, differentiable in the pixels.
 
     Unlike VQAScore's probability, it keeps a gradient if the judge is certain. A video is one
@@ -250,18 +234,12 @@ class YesNoOdds(ScreenedReward, Loadable):
         self.spec = RewardSpec(
             name="yes_no_odds",
             dims=tuple(self.questions),
-            modality="any",
-            scale=(-math.inf, math.inf),
             licence="that of the judge",
             differentiable=True,
             needs=("prompt",) if named else (),
             normalisation="log-odds",
             version=f"{judge.version} {list(self.questions.values())}",
         )
-
-    def load(self) -> None:
-        """Load the judge."""
-        self.judge.load()
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask every question about each sample."""

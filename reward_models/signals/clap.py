@@ -3,19 +3,21 @@
 Source: Wu et al. 2023, arXiv:2211.06687v4, as implemented in transformers.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec, Sound
+from flowalign.types import MediaBatch, RewardSpec, Sound
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.reward_bases import NetworkReward
 
 
+@dataclass(eq=False, repr=False)
 class CLAP(NetworkReward):
     """Scores the cosine similarity in [-1, 1] of the sound and the prompt.
 
@@ -24,28 +26,21 @@ class CLAP(NetworkReward):
     the policy, so it scores neither images nor models without sound.
     """
 
-    network: Any
+    model: str = "laion/clap-htsat-unfused"
 
-    def __init__(
-        self,
-        model: str = "laion/clap-htsat-unfused",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="clap",
             dims=("clap",),
             modality="video",
             scale=(-1.0, 1.0),
             licence="Apache-2.0",
             needs=("prompt", "sound"),
-            version=fingerprint_of(model),
+            version=fingerprint_of(self.model),
         )
-        super().__init__(spec, device, batch_size, offload)
-        self.model = model
 
-    def read(self) -> Any:
+    def read(self) -> nn.Module:
         """Read both towers, the tokenizer and the spectrogram's settings."""
         folder = find_folder(self.model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -58,11 +53,11 @@ class CLAP(NetworkReward):
         heard = [to_mono(one, rate)[:longest] for one in batch.sound if one is not None]
         fused = self.network.config.audio_config.enable_fusion
         how = {"truncation": "fusion" if fused else "rand_trunc", "sampling_rate": rate}
-        sounds = self.extractor(heard, **how, return_tensors="pt").to(self.device)
+        sounds = self.extractor(heard, **how, return_tensors="pt").to(self.place)
         sound = self.network.get_audio_features(**sounds).pooler_output
         limit = self.network.config.text_config.max_position_embeddings - 2  # as in RoBERTa
         padded = {"padding": True, "truncation": True, "max_length": limit}
-        texts = self.tokenizer([*batch.prompts], **padded, return_tensors="pt").to(self.device)
+        texts = self.tokenizer([*batch.prompts], **padded, return_tensors="pt").to(self.place)
         text = self.network.get_text_features(**texts).pooler_output
         return (text * sound).sum(1, keepdim=True)
 

@@ -29,7 +29,6 @@ class JpegSize(RuleReward):
         self.spec = RewardSpec(
             name="jpeg",
             dims=(dim,),
-            modality="any",
             scale=(0.0, float("inf")) if self.sign > 0 else (-float("inf"), 0.0),
             licence="Apache-2.0",
             version=f"quality {quality}, 4:2:0",

@@ -3,13 +3,15 @@
 Both scores are best for an unedited image, so combine them with a reward of the edit.
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.encoders import Encoder, EncoderReward
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.backbones.encoders import EncoderReward
 from reward_models.backbones.pixels import resize
 from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
 
@@ -34,16 +36,15 @@ class UnchangedPixels(ScreenedReward):
     edit.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="unchanged_pixels",
-            dims=("unchanged_pixels",),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-            differentiable=True,
-            needs=("references",),
-        )
+    spec = RewardSpec(
+        name="unchanged_pixels",
+        dims=("unchanged_pixels",),
+        modality="image",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        differentiable=True,
+        needs=("references",),
+    )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Compare every edit with its own source."""
@@ -65,6 +66,7 @@ def _compare_to_source(sample: MediaBatch) -> Float[Tensor, ""]:
     return compare_pixels(edit, source, mask)
 
 
+@dataclass(eq=False, repr=False)
 class SourceConsistency(EncoderReward):
     """Scores the cosine of the features of edit and source, in [0, 1]; negative cosines count as 0.
 
@@ -72,14 +74,9 @@ class SourceConsistency(EncoderReward):
     comparable only for the same encoder.
     """
 
-    def __init__(
-        self,
-        encoder: Encoder | None = None,
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="source_consistency",
             dims=("source_consistency",),
             modality="image",
@@ -88,7 +85,6 @@ class SourceConsistency(EncoderReward):
             differentiable=True,
             needs=("references",),
         )
-        super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Embed every edit and its source, which may differ in size."""

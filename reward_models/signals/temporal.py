@@ -8,7 +8,7 @@ Source: Vchitect/VBench @ 45e79ec14e, temporal_flickering.py and subject_consist
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.encoders import Encoder, EncoderReward
+from reward_models.backbones.encoders import EncoderReward
 from reward_models.backbones.pixels import check_frame_rate
 from reward_models.backbones.reward_bases import (
     RuleReward,
@@ -56,21 +56,21 @@ def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
 class TemporalFlicker(ScreenedReward):
     """Scores flicker in [0, 1], 1 for a video without any change; intended for static scenes."""
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="temporal_flicker",
-            dims=("flicker",),
-            modality="video",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-            differentiable=True,
-        )
+    spec = RewardSpec(
+        name="temporal_flicker",
+        dims=("flicker",),
+        modality="video",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        differentiable=True,
+    )
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Score all samples at once."""
         return flicker(batch.media)[:, None]
 
 
+@dataclass(eq=False, repr=False)
 class SubjectConsistency(EncoderReward):
     """Scores the similarity of every frame to the previous and to the first frame, in [0, 1].
 
@@ -78,14 +78,11 @@ class SubjectConsistency(EncoderReward):
     subject and CLIP for the background, so scores are comparable only for the same encoder.
     """
 
-    def __init__(
-        self,
-        encoder: Encoder | None = None,
-        device: str = "auto",
-        batch_size: PositiveInt = 4,
-        offload: bool = False,
-    ):
-        spec = RewardSpec(
+    batch_size: PositiveInt = field(default=4, kw_only=True)
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        return RewardSpec(
             name="subject_consistency",
             dims=("consistency",),
             modality="video",
@@ -93,7 +90,6 @@ class SubjectConsistency(EncoderReward):
             licence="Apache-2.0",
             differentiable=True,
         )
-        super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Embed every frame and compare the embeddings."""
@@ -190,15 +186,14 @@ class FlowSmoothness(RuleReward):
     `DynamicDegree`.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="flow_smoothness",
-            dims=("smoothness",),
-            modality="video",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-            version=f"DIS medium, side {SIDE}",
-        )
+    spec = RewardSpec(
+        name="flow_smoothness",
+        dims=("smoothness",),
+        modality="video",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        version=f"DIS medium, side {SIDE}",
+    )
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Compute the flow of all neighbouring frames."""
@@ -220,23 +215,19 @@ class DynamicDegree(RuleReward):
     Source: Vchitect/VBench @ 45e79ec14e, dynamic_degree.py.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="dynamic_degree",
-            dims=("dynamic", "motion"),
-            modality="video",
-            scale=(0.0, float("inf")),
-            licence="Apache-2.0",
-            needs=("fps",),
-            version=f"VBench with DIS medium, side {SIDE}, {_RATE} fps",
-        )
+    spec = RewardSpec(
+        name="dynamic_degree",
+        dims=("dynamic", "motion"),
+        modality="video",
+        scale=(0.0, float("inf")),
+        licence="Apache-2.0",
+        needs=("fps",),
+        version=f"VBench with DIS medium, side {SIDE}, {_RATE} fps",
+    )
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Compute the flow between frames that are about an eighth of a second distant."""
-        try:
-            step = max(1, round(check_frame_rate(sample.fps[0]) / _RATE))
-        except ValueError as error:
-            raise Unscorable(str(error)) from error
+        step = max(1, round(check_frame_rate(sample.fps[0]) / _RATE))
         frames = sample.media[0, ::step]
         if len(frames) < 2:
             raise Unscorable(f"it has one frame at {_RATE} frames per second")

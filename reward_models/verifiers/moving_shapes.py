@@ -149,22 +149,22 @@ class MovingShapesVerifier(ScreenedReward):
     the requested objects and all of them move as requested.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="moving_shapes",
-            dims=(
-                "objects",
-                "direction",
-                "amount",
-                "smoothness",
-                "consistency",
-                "flicker",
-                "exact_match",
-            ),
-            modality="video",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-        )
+    spec = RewardSpec(
+        name="moving_shapes",
+        dims=(
+            "objects",
+            "direction",
+            "amount",
+            "smoothness",
+            "consistency",
+            "flicker",
+            "exact_match",
+        ),
+        modality="video",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        needs=("prompt",),
+    )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every clip over all of its frames."""

@@ -200,14 +200,14 @@ class ShapesVerifier(ScreenedReward):
     exactly the requested objects with the right attributes.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="shapes",
-            dims=("colour", "shape", "count", "position", "clean", "exact_match"),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-        )
+    spec = RewardSpec(
+        name="shapes",
+        dims=("colour", "shape", "count", "position", "clean", "exact_match"),
+        modality="image",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        needs=("prompt",),
+    )
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 6"]:
         """Score every image."""

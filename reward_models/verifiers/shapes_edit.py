@@ -139,15 +139,14 @@ class ShapesEditVerifier(ScreenedReward):
     and there are no further objects.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="shapes_edit",
-            dims=("edit", "kept", "pixels", "clean", "exact_match"),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-            needs=("references",),
-        )
+    spec = RewardSpec(
+        name="shapes_edit",
+        dims=("edit", "kept", "pixels", "clean", "exact_match"),
+        modality="image",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        needs=("references",),
+    )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample with one source and metadata that describe an edit."""

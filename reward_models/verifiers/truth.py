@@ -72,6 +72,7 @@ class _TruthMap(ScreenedReward):
             modality="image",
             scale=(0.0, 1.0),
             licence="Apache-2.0",
+            needs=("prompt",),
             maps=True,
         )
 

@@ -199,14 +199,14 @@ class WordsVerifier(ScreenedReward):
     1 if word, colours and font are the requested ones. exact_word: 1 if the word is.
     """
 
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name="words",
-            dims=("letters", "colour", "font", "exact_word", "exact_match"),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-        )
+    spec = RewardSpec(
+        name="words",
+        dims=("letters", "colour", "font", "exact_word", "exact_match"),
+        modality="image",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        needs=("prompt",),
+    )
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 5"]:
         """Score the first frame of every sample. Without a letter, ink and font are wrong."""

@@ -14,7 +14,6 @@ from flowalign.functional.pooling import Pool, pool_frames
 from flowalign.types import (
     FiniteFloat,
     JudgeCalls,
-    Loadable,
     MediaBatch,
     PositiveFloat,
     PositiveInt,
@@ -23,26 +22,10 @@ from flowalign.types import (
     RewardSpec,
 )
 from reward_models.backbones.pixels import evenly
-from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, place_rows
+from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward, place_rows
 
 
-class Wrapper(ScreenedReward, Loadable):
-    """Reward that asks another one."""
-
-    reward: RewardModel
-
-    def load(self) -> None:
-        """Load the other reward."""
-        if isinstance(self.reward, Loadable):
-            self.reward.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return self.reward.caveat
-
-
-class PerFrame(Wrapper):
+class PerFrame(Composed, ScreenedReward):
     """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
 
     `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
@@ -124,7 +107,7 @@ def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
         )
 
 
-class Shifted(Wrapper):
+class Shifted(Composed, ScreenedReward):
     """Scores the mean of `reward` over `views` shifts of each sample, which lowers reward noise.
 
     Views are the sample itself and its nearest shifts by multiples of `pixels`; pixels at the edge
@@ -178,7 +161,7 @@ def shift(media: Float[Tensor, "n F 3 H W"], down: int, right: int) -> Float[Ten
     return media[..., rows, :][..., (columns - right).clamp(0, media.shape[-1] - 1)]
 
 
-class Gated(ScreenedReward, Loadable):
+class Gated(Composed, ScreenedReward):
     """Scores the dimensions of `gate`, and those of `reward` if the gate's `dim` >= `floor`.
 
     A sample below the floor gets `below` in every dimension of `reward` (null: the lower end of its
@@ -207,17 +190,6 @@ class Gated(ScreenedReward, Loadable):
         self.reward, self.gate, self.floor, self.below = reward, gate, floor, lowest
         self.column = gate.spec.dims.index(dim)
         self.spec = _gated_spec(reward.spec, gate.spec, lowest, f"{dim} >= {floor:g}")
-
-    def load(self) -> None:
-        """Load both reward models."""
-        for model in (self.gate, self.reward):
-            if isinstance(model, Loadable):
-                model.load()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return "; ".join(filter(None, (self.gate.caveat, self.reward.caveat)))
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
@@ -257,7 +229,7 @@ def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -
     )
 
 
-class Drift(Wrapper):
+class Drift(Composed, ScreenedReward):
     """Scores the negative change of every dimension of `image` from a video's start to its end.
 
     The change is the absolute difference between the mean scores of the first and the last `share`
@@ -274,15 +246,13 @@ class Drift(Wrapper):
             raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")
         self.reward, self.share = image, share
         low, high = inner.scale
-        self.spec = RewardSpec(
+        self.spec = replace(
+            inner,
             name=f"{inner.name}_drift",
             dims=tuple(f"{dim}_drift" for dim in inner.dims),
             modality="video",
             scale=(low - high, 0.0),
-            licence=inner.licence,
-            differentiable=inner.differentiable,
-            needs=inner.needs,
-            normalisation=inner.normalisation,
+            maps=False,
             version=f"{inner.fingerprint()}; share {share}",
         )
 

@@ -95,7 +95,7 @@ class D2Align(RewardModel, Loadable):
                 f"reward of D2Align is {type(self.reward).__name__}, which has no CLIP towers: "
                 "choose PickScore, HPSv2 or CLIPScore"
             )
-        device = self.reward.device
+        device = self.reward.place
         towers.to(device)  # it may be offloaded between calls
         with torch.no_grad():
             images = torch.cat([towers.images(_read(path), 1) for path, _ in listing])

@@ -10,8 +10,6 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, final
 
-import torch
-
 from flowalign.rewards.checked import RewardGone
 from flowalign.rewards.protocol import Pixels
 from flowalign.rewards.reward_client import RewardClient, failed_answer, score_usable
@@ -216,8 +214,6 @@ class RemoteReward(OutOfProcessReward):
         self.spec = RewardSpec(
             name=model or "remote",
             dims=tuple(dims),
-            modality="any",
-            scale=(-torch.inf, torch.inf),
             licence="that of the server's model",
             version=f"{url} {pixels}",
         )

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,6 @@ from flowalign.types import (
     MediaBatch,
     Need,
     Policy,
-    PositiveInt,
     Refreshable,
     RewardSpec,
 )
@@ -31,8 +31,10 @@ from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks
 from reward_models.backbones.reward_bases import BatchScores, NetworkReward
 
 FORMAT = "flowalign trained reward 1"
+_FILE = "model.safetensors"
 
 
+@dataclass(eq=False, repr=False)
 class TrainedReward(NetworkReward, Refreshable):
     """Scores with a trained head on its backbone, with a gradient to the pixels.
 
@@ -43,33 +45,28 @@ class TrainedReward(NetworkReward, Refreshable):
     before the names of its dimensions, for runs in which another reward has the same names.
     """
 
-    def __init__(
-        self,
-        path: str,
-        units: Literal["z-score", "calibrated"] = "z-score",
-        device: str = "auto",
-        batch_size: PositiveInt = 32,
-        offload: bool = False,
-        trusted: Sequence[str] = ("reward_models",),
-        prefix: str = "",
-    ):
-        described = find_file(path, "config.json")
-        self.config = read_description(described, trusted)
-        self.weights, self.z_score = find_file(path, "model.safetensors"), units == "z-score"
-        self.path, dims = path, tuple(f"{prefix}{dim}" for dim in self.config["dims"])
+    path: str
+    units: Literal["z-score", "calibrated"] = "z-score"
+    trusted: Sequence[str] = ("reward_models",)
+    prefix: str = ""
+
+    def declare(self) -> RewardSpec:
+        """Return the declaration."""
+        described = find_file(self.path, "config.json")
+        self.config = read_description(described, self.trusted)
+        self.weights, self.z_score = find_file(self.path, _FILE), self.units == "z-score"
+        dims = tuple(f"{self.prefix}{dim}" for dim in self.config["dims"])
         hashed = hashlib.sha256(described.read_bytes() + self.weights.read_bytes()).hexdigest()
-        spec = RewardSpec(
+        return RewardSpec(
             name=self.config["name"],
             dims=dims,
             modality=self.config["modality"],
-            scale=(-float("inf"), float("inf")),
             licence=self.config["licence"],
             differentiable=True,
             needs=_read_needs(self.config),
-            normalisation=units,
+            normalisation=self.units,
             version=hashed[:16],
         )
-        super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
         """Read the backbone and the head; every saved tensor is accounted for.
@@ -106,18 +103,18 @@ class TrainedReward(NetworkReward, Refreshable):
     @torch.no_grad()
     def features(self, batch: MediaBatch) -> Features:
         """Return the inputs of the head for each sample."""
-        self.network.to(self.device)
+        self.network.to(self.place)
         parts = [self.backbone.embed(part) for part in batch.chunks(self.batch_size)]
         joint, prompt = (torch.cat([getattr(p, n) for p in parts]) for n in ("joint", "prompt"))
-        return Features(joint, prompt).to(self.device)
+        return Features(joint, prompt).to(self.place)
 
     def score_features(self, features: Features) -> Tensor:
         """Return the scores of samples with these features, with a gradient to the head."""
-        return self.rater.in_units(self.rater(features.to(self.device)), self.z_score)[0]
+        return self.rater.in_units(self.rater(features.to(self.place)), self.z_score)[0]
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return scores, and standard deviations of the dimensions that learned one."""
-        ratings = self.rater(self.backbone.embed(batch).to(self.device))
+        ratings = self.rater(self.backbone.embed(batch).to(self.place))
         values, deviation = self.rater.in_units(ratings, self.z_score)
         if deviation is not None:
             learned = torch.tensor([d in self.config["uncertain"] for d in self.config["dims"]])
@@ -272,7 +269,7 @@ class TrainedLatentReward(LatentReward):
                 f"{self.path} was trained on blocks with fingerprint {wanted}; those of "
                 f"{type(policy).__name__} have {found}"
             )
-        tensors = read_tensors(find_file(self.path, "model.safetensors"))
+        tensors = read_tensors(find_file(self.path, _FILE))
         joint, prompt = (
             find_width(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
         )

@@ -40,7 +40,6 @@ class VoteReward:
         self.spec = RewardSpec(
             name=NAME,
             dims=tuple(settings.dimensions),
-            modality="any",
             scale=(1.0, float(settings.scale)) if rates else (0.0, 1.0),
             licence="votes of the user's annotators",
             needs=("prompt",) if rates else ("prompt", "groups"),

@@ -9,6 +9,7 @@ from torch import nn
 
 from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import load_exactly
+from reward_models.backbones.reward_bases import Unscorable
 from reward_models.preference import mj_video
 from reward_models.preference.mj_video import (
     ASPECTS,
@@ -107,8 +108,9 @@ class TinyReader(Reader):
         assert list(tensors) == ["language_model.output.weight"]
         return TinyInternVL()
 
-    def problem(self, prompt):
-        return "its prompt names a word of the model" if "<s>" in prompt else ""
+    def check(self, prompt):
+        if "<s>" in prompt:
+            raise Unscorable("its prompt names a word of the model")
 
 
 class TinyInternVL(nn.Module):

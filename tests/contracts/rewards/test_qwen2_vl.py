@@ -10,13 +10,14 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from reward_models import HPSv3
 from reward_models.backbones.qwen2_vl import (
+    check_chat,
     count_tokens,
     cut_patches,
-    fill_instruction,
     fit_size,
     read_base,
     tokenize_chat,
 )
+from reward_models.backbones.reward_bases import Unscorable
 from tests.fixtures.golden import GOLDEN
 
 torch.set_num_threads(1)
@@ -71,12 +72,14 @@ def test_a_chat_has_one_vision_token_per_place_and_the_text_once():
     assert tokenizer.decode(ids).endswith("rate <|X|>.<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_prompt_is_filled_in_as_it_is_and_not_with_special_tokens():
+def test_a_prompt_with_special_tokens_cannot_be_scored():
     _, tokenizer = read_base(BASE, ["<|X|>"])
-    assert fill_instruction(tokenizer, "of {prompt}.", "{prompt} {0} \\1") == "of {prompt} {0} \\1."
+    check_chat(tokenizer, "{prompt} {0} \\1", torch.zeros(1, 3, 10, 2000))
     for token in ("<|X|>", "<|video_pad|>", "<|im_end|>"):
-        with pytest.raises(ValueError, match="special token"):
-            fill_instruction(tokenizer, "of {prompt}.", f"a cat {token}")
+        with pytest.raises(Unscorable, match="special token"):
+            check_chat(tokenizer, f"a cat {token}")
+    with pytest.raises(Unscorable, match="over 200 times"):
+        check_chat(tokenizer, "a cat", torch.zeros(1, 3, 10, 2001))
 
 
 def test_new_tokens_enlarge_the_vocabulary_by_their_number():
