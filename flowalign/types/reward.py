@@ -281,6 +281,11 @@ def _without_source(batch: MediaBatch) -> dict[int, str]:
 class Loadable(Component, ABC):
     """Component that must be downloaded, read or connected to once before a run begins."""
 
+    @property
+    def caveat(self) -> str:
+        """Return how its results may differ from published ones; empty by default."""
+        return ""
+
     @abstractmethod
     def load(self) -> None:
         """Load or connect; a second call does nothing. Raise ValueError if that is impossible."""

@@ -248,9 +248,6 @@ class YesNoJudge(Loadable):
     silence: str = "the judge gave no answer"
     """Reason of the NaN answers of the last `ask`."""
 
-    caveat: str = ""
-    """How its answers may differ from published ones; empty for local models."""
-
     def calls(self, questions: int) -> JudgeCalls:  # noqa: ARG002 (for overrides)
         """Return what a chat model costs to answer this number of questions. Default: nothing."""
         return JudgeCalls()
@@ -275,7 +272,7 @@ class Composed(RewardModel, Loadable):
     @override
     def caveat(self) -> str:
         """Return the caveats of the models."""
-        parts = [one for one in vars(self).values() if isinstance(one, RewardModel | YesNoJudge)]
+        parts = [one for one in vars(self).values() if isinstance(one, RewardModel | Loadable)]
         return "; ".join(filter(None, dict.fromkeys(part.caveat for part in parts)))
 
 

@@ -6,18 +6,19 @@ bundled prompts request the published answer format in our wording. Use the publ
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.parsers import parse_scores
-from reward_models.chat.template import describe, encode_frames, encode_source, read_template
+from reward_models.chat.template import Template, encode_frames, encode_source, read_template
 
 DIMS = ("prompt_following", "consistency", "perceptual_quality", "overall")
 HIGHEST = 25.0
@@ -55,26 +56,32 @@ def reduce_passes(
     return torch.stack([following.mean(), faithful.nanmean(), pq.mean(), overall])
 
 
+@dataclass(eq=False, repr=False)
 class EditScore(ChatJudge):
     """Scores an edited image against its source (the first reference) and the instruction.
 
     All dimensions are from 0 to 10. `sampling.passes` answers are drawn at temperature 0.7 by
-    default.
+    default. `template` asks about source and edit, `pq_template` about the edit only.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        reduction: Reduction = "average_last",
-        sc_template: str = "edit_score_sc",
-        pq_template: str = "edit_score_pq",
-        sampling: Sampling = _SAMPLING,
-    ):
-        self.sc = read_template(sc_template, ("prompt", "references", "media"))
-        self.pq = read_template(pq_template, ("media",))
-        ensemble = JudgeEnsemble(server, sampling)
-        version = ensemble.version(reduction=reduction, sc=describe(self.sc), pq=describe(self.pq))
-        spec = RewardSpec(
+    reduction: Reduction = "average_last"
+    pq_template: str = "edit_score_pq"
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    usual, slots = "edit_score_sc", ("prompt", "references", "media")
+
+    @property
+    @override
+    def conversations(self) -> int:
+        return 2
+
+    @override
+    def read_wording(self) -> Template:
+        self.pq = read_template(self.pq_template, ("media",))
+        return super().read_wording()
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
             name="edit_score",
             dims=DIMS,
             modality="image",
@@ -82,17 +89,13 @@ class EditScore(ChatJudge):
             licence="Apache-2.0",
             needs=("prompt", "references"),
             normalisation="0 to 25, divided by 2.5",
-            version=version,
         )
-        super().__init__(spec, ensemble, partial(reduce_passes, reduction=reduction))
-
-    conversations = 2
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation about source and edit, and one about the edit only."""
         edited = encode_frames(sample)
         return [
-            self.sc.render(
+            self.wording.render(
                 prompt=sample.prompts[0], references=encode_source(sample), media=edited
             ),
             self.pq.render(media=edited),
@@ -101,3 +104,7 @@ class EditScore(ChatJudge):
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the four values that `reduce_passes` takes."""
         return parse_answers(answers[0].text, answers[1].text)
+
+    @override
+    def combine(self, passes: Float[Tensor, "k 4"]) -> Float[Tensor, "4"]:
+        return reduce_passes(passes, self.reduction)

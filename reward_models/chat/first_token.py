@@ -6,26 +6,21 @@ arXiv:2501.11561: from 5 to 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import MAY_PASS, FiniteFloat, JudgeCalls, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import MAY_PASS, FiniteFloat, MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import pad_to_square
 from reward_models.backbones.reward_bases import Unscorable, YesNoJudge
 from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.judge import ChatJudge, Judge, Sampling
 from reward_models.chat.parsers import word_probabilities, yes_probabilities
-from reward_models.chat.template import (
-    describe,
-    encode_frames,
-    find_templates,
-    read_template,
-    warn_of_wording,
-)
+from reward_models.chat.template import encode_frames
 
 QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
 LEVELS = {"excellent": 1.0, "good": 0.75, "fair": 0.5, "poor": 0.25, "bad": 0.0}
@@ -35,6 +30,7 @@ BEGINNING = "The quality of the image is"
 _SAMPLING = Sampling(max_tokens=1)
 
 
+@dataclass(eq=False, repr=False)
 class YesNo(ChatJudge):
     """Scores P(yes) / (P(yes) + P(no)) of the first token, in one dimension per question.
 
@@ -42,38 +38,34 @@ class YesNo(ChatJudge):
     most `frames` frames are shown. Models that think before they answer are not supported.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        questions: Mapping[str, str] = QUESTIONS,
-        frames: PositiveInt = 8,
-        template: str = "yes_no",
-        sampling: Sampling = _SAMPLING,
-    ):
-        if not questions:
+    questions: Mapping[str, str] = field(default_factory=QUESTIONS.copy)
+    frames: PositiveInt = 8
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    reads_first_token, usual, slots = True, "yes_no", ("question", "media")
+
+    @property
+    @override
+    def conversations(self) -> int:
+        return len(self.questions)
+
+    @override
+    def declare(self) -> RewardSpec:
+        if not self.questions:
             raise ValueError('questions is empty; give at least one, such as {cat: "Is it a cat?"}')
-        self.questions, self.frames = dict(questions), frames
-        self.template = read_template(template, ("question", "media"))
-        ensemble = JudgeEnsemble(server, sampling, first_token=True)
-        version = ensemble.version(
-            questions=self.questions, frames=frames, **describe(self.template)
-        )
         about_prompt = any("{prompt}" in question for question in self.questions.values())
-        spec = RewardSpec(
+        return RewardSpec(
             name="yes_no",
             dims=tuple(self.questions),
             scale=(0.0, 1.0),
             licence="that of the served model",
             needs=("prompt",) if about_prompt else (),
-            version=version,
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation per question."""
         pictures = encode_frames(sample, self.frames)
         return [
-            self.template.render(
+            self.wording.render(
                 question=question.replace("{prompt}", sample.prompts[0]), media=pictures
             )
             for question in self.questions.values()
@@ -84,32 +76,17 @@ class YesNo(ChatJudge):
         return yes_probabilities(answers)
 
 
-class ServedYesNo(YesNoJudge):
+@dataclass(eq=False, repr=False)
+class ServedYesNo(Judge, YesNoJudge):
     """Answers P(yes) / (P(yes) + P(no)) of the first token, one conversation per question.
 
     All questions about all samples are sent concurrently; the server's prefix cache shares the
     computation of a sample between its questions. Of a video at most `frames` frames are shown.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        frames: PositiveInt = 8,
-        template: str = "yes_no",
-        sampling: Sampling = _SAMPLING,
-    ):
-        self.frames, self.template = frames, read_template(template, ("question", "media"))
-        self.ensemble = JudgeEnsemble(server, sampling, first_token=True)
-        self.version = self.ensemble.version(frames=frames, **describe(self.template))
-        self.caveat = warn_of_wording(type(self).__name__, find_templates(self))
-
-    @override
-    def calls(self, questions: int) -> JudgeCalls:
-        return self.ensemble.calls(questions)
-
-    def load(self) -> None:
-        """Check that the server is running and offers the model."""
-        self.ensemble.client.load()
+    frames: PositiveInt = 8
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    reads_first_token, usual, slots = True, "yes_no", ("question", "media")
 
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
@@ -126,8 +103,8 @@ class ServedYesNo(YesNoJudge):
                 continue  # its answers stay NaN
             for j, question in enumerate(some):
                 places.append((i, j))
-                asked.append([self.template.render(question=question, media=pictures)])
-        verdicts = self.ensemble.collect(asked, yes_probabilities)
+                asked.append([self.wording.render(question=question, media=pictures)])
+        verdicts = self.collect(asked, yes_probabilities)
         missing = (why for verdict in verdicts for why in verdict.missing)
         self.silence = next((why for why in missing if MAY_PASS in why), YesNoJudge.silence)
         for place, verdict in zip(places, verdicts, strict=True):
@@ -136,6 +113,7 @@ class ServedYesNo(YesNoJudge):
         return answers
 
 
+@dataclass(eq=False, repr=False)
 class Levels(ChatJudge):
     """Scores the sum of value * probability over the level words, renormalised to these words.
 
@@ -143,36 +121,32 @@ class Levels(ChatJudge):
     `square` pads images to squares with CLIP's mean colour, as in the training of both models.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        levels: Mapping[str, FiniteFloat] = LEVELS,
-        question: str = QUESTION,
-        beginning: str = BEGINNING,
-        frames: PositiveInt = 8,
-        template: str = "levels",
-        sampling: Sampling = _SAMPLING,
-        square: bool = False,
-    ):
-        if len(set(levels.values())) < 2 or any(word != word.lower() for word in levels):
-            raise ValueError(
-                f"levels {dict(levels)} must be lower-case words with different values"
-            )
-        self.levels, self.question, self.beginning = dict(levels), question, beginning
-        self.square = square
-        self.frames, self.template = frames, read_template(template, ("question", "media"))
+    levels: Mapping[str, FiniteFloat] = field(default_factory=LEVELS.copy)
+    question: str = QUESTION
+    beginning: str = BEGINNING
+    frames: PositiveInt = 8
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    square: bool = False
+    reads_first_token, usual, slots = True, "levels", ("question", "media")
+
+    @override
+    def more_parameters(self) -> Mapping[str, Any]:
         continued = {"continue_final_message": True, "add_generation_prompt": False}
-        ensemble = JudgeEnsemble(server, sampling, continued if beginning else {}, first_token=True)
-        asked = {"question": question, "beginning": beginning, "frames": frames}
-        asked |= {"square": square} if square else {}
-        spec = RewardSpec(
+        return continued if self.beginning else {}
+
+    @override
+    def declare(self) -> RewardSpec:
+        values = self.levels.values()
+        if len(set(values)) < 2 or any(word != word.lower() for word in self.levels):
+            raise ValueError(
+                f"levels {dict(self.levels)} must be lower-case words with different values"
+            )
+        return RewardSpec(
             name="levels",
             dims=("quality",),
-            scale=(min(levels.values()), max(levels.values())),
+            scale=(min(values), max(values)),
             licence="that of the served model",
-            version=ensemble.version(levels=self.levels, **asked, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation that ends with the beginning of the answer."""
@@ -180,7 +154,7 @@ class Levels(ChatJudge):
             sample = replace(sample, media=pad_to_square(sample.media[0].detach())[None])
         pictures = encode_frames(sample, self.frames)
         begun = [{"role": "assistant", "content": self.beginning}] if self.beginning else []
-        return [[*self.template.render(question=self.question, media=pictures), *begun]]
+        return [[*self.wording.render(question=self.question, media=pictures), *begun]]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the expected value."""

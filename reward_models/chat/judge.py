@@ -5,7 +5,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -27,12 +27,15 @@ from flowalign.types import (
     Seed,
     require_ranges,
 )
-from reward_models.backbones.reward_bases import Unscorable
+from flowalign.types.component import get_arguments
+from reward_models.backbones.reward_bases import collect
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.guards import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
-from reward_models.chat.template import find_templates, warn_of_wording
+from reward_models.chat.template import Template, find_templates, read_template, warn_of_wording
 
+_OF_ALL = ("server", "sampling", "template", "pq_template")
+"""Settings that enter the version by their content."""
 Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
 
 
@@ -73,36 +76,83 @@ class _Pass:
     reason: str = ""
 
 
-class JudgeEnsemble:
-    """Several independent passes of one served judge over the same questions.
+_USUAL = Sampling()
 
-    A judge either reads text, and then an answer that was cut off counts as unreadable, or the
-    probabilities of the `first_token`, which are complete wherever the answer ends.
+
+@dataclass(eq=False, repr=False)
+class Judge(Loadable):
+    """Chat model on a server that is asked the same questions in several independent passes.
+
+    The fields are its settings; those of subclasses, and the wording, enter its version. A judge
+    either reads text, and then an answer that was cut off counts as unreadable, or the
+    probabilities of the first token, which are complete wherever the answer ends.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        sampling: Sampling,
-        parameters: Mapping[str, Any] | None = None,
-        first_token: bool = False,
-    ):
-        self.client, self.sampling, self.first_token = ChatClient(server), sampling, first_token
+    server: Server
+    _: KW_ONLY
+    template: str | None = None
+    """Wording: a bundled name, a file, `hub:` or `package:`; null: that of the model."""
+    sampling: Sampling = _USUAL
+    reads_first_token: ClassVar[bool] = False
+    usual: ClassVar[str] = ""
+    """Name of the model's own template."""
+    slots: ClassVar[tuple[str, ...]] = ("prompt", "media")
+    """Slots that a template must have."""
+    optional_slots: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Read the wording, and connect to nothing yet."""
+        super().__post_init__()
+        self.client, self.wording = ChatClient(self.server), self.read_wording()
+        probabilities = {"logprobs": True, "top_logprobs": 20} if self.reads_first_token else {}
         self.parameters = {
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_tokens,
-            **({"logprobs": True, "top_logprobs": 20} if first_token else {}),
-            **(parameters or {}),
+            "temperature": self.sampling.temperature,
+            "max_tokens": self.sampling.max_tokens,
+            **probabilities,
+            **self.more_parameters(),
         }
+        own = {name: value for name, value in get_arguments(self).items() if name not in _OF_ALL}
+        texts = [[one.system, one.user] for one in find_templates(self)]
+        decisive = self.server.model, asdict(self.sampling), self.parameters, own, texts
+        hashed = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=asdict).encode())
+        self.version = hashed.hexdigest()[:16]
 
-    def version(self, **settings: Any) -> str:
-        """Return a hash of the model, the sampling, and the settings of a judge."""
-        decisive = [self.client.server.model, asdict(self.sampling), self.parameters, settings]
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+    def read_wording(self) -> Template:
+        """Return the template of the question.
 
-    def calls(self, conversations: int) -> JudgeCalls:
+        Raises:
+            ValueError: It cannot be read, or lacks a slot.
+        """
+        return read_template(self.template or self.usual, self.slots, self.optional_slots)
+
+    def more_parameters(self) -> Mapping[str, Any]:
+        """Return further parameters of a request. Default: none."""
+        return {}
+
+    @property
+    def conversations(self) -> int:
+        """Return the number of conversations about a sample, or a pair (default: 1)."""
+        return 1
+
+    @final
+    def load(self) -> None:
+        """Check that the server is running and offers the model."""
+        self.client.load()
+
+    @final
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+    @property
+    @final
+    @override
+    def caveat(self) -> str:
+        return warn_of_wording(type(self).__name__, find_templates(self))
+
+    def calls(self, questions: int) -> JudgeCalls:
         """Return what this number of conversations costs in all passes."""
-        answers = conversations * self.sampling.passes
+        answers = questions * self.sampling.passes
         return JudgeCalls(answers, answers * self.sampling.max_tokens)
 
     def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
@@ -139,42 +189,39 @@ class JudgeEnsemble:
                 return _Pass(None, texts, f"{error}{passing}")
             texts = [answer.text for answer in answers]
             try:
-                return _Pass(self._read(answers, read), texts)
+                return _Pass(self._check(answers, read), texts)
             except Unparsable as error:
                 reason = str(error)
                 for messages in asked:
                     self.client.forget(messages, parameters)
         return _Pass(None, texts, reason)
 
-    def _read(self, answers: Sequence[ChatAnswer], read: Read) -> Sequence[float]:
-        if not self.first_token and any(answer.finish == "length" for answer in answers):
+    def _check(self, answers: Sequence[ChatAnswer], read: Read) -> Sequence[float]:
+        if not self.reads_first_token and any(answer.finish == "length" for answer in answers):
             raise Unparsable(f"cut off at {self.parameters['max_tokens']} tokens")
         return read(answers)
 
 
-Combine = Callable[[Tensor], Tensor]
-"""Maps the values read in k passes [k, m] to one score per dimension [R]."""
-
-
-def average_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
-    """Average every dimension over the passes that have a score for it."""
-    return passes.nanmean(0)
-
-
-class ChatJudge(RewardModel, Loadable):
+@dataclass(eq=False, repr=False)
+class ChatJudge(Judge, RewardModel):
     """Reward from a chat model; a subclass defines the conversations (`ask`) and reads the answers.
 
     The score is `combine` of all readable passes, and the uncertainty their standard deviation. A
     sample without any readable pass is NaN with the reason. The raw texts are in `extras`.
     """
 
-    conversations: ClassVar[int] = 1
-    """Number of conversations that `ask` returns for a sample."""
+    def __post_init__(self) -> None:
+        """Declare the reward."""
+        super().__post_init__()
+        self.spec = replace(self.declare(), version=self.version)
 
-    def __init__(
-        self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = average_passes
-    ):
-        self.spec, self.ensemble, self.combine = spec, ensemble, combine
+    @abstractmethod
+    def declare(self) -> RewardSpec:
+        """Return the declaration, without the version."""
+
+    def combine(self, passes: Float[Tensor, "k m"]) -> Float[Tensor, "R"]:
+        """Return a score per dimension from the values read in k passes. Default: their mean."""
+        return passes.nanmean(0)
 
     @abstractmethod
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
@@ -195,38 +242,18 @@ class ChatJudge(RewardModel, Loadable):
         """
 
     @final
-    def load(self) -> None:
-        """Check that the server is running and offers the model."""
-        self.ensemble.client.load()
-
-    @final
-    def close(self) -> None:
-        """Close the connections."""
-        self.ensemble.client.close()
-
-    @property
-    @final
-    @override
-    def caveat(self) -> str:
-        return warn_of_wording(type(self).__name__, find_templates(self))
-
-    @final
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
-        return self.ensemble.calls(sum(group_sizes) * self.conversations)
+        return self.calls(sum(group_sizes) * self.conversations)
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Ask about all samples at the same time."""
         failed = self.spec.screen(batch)
         self.load()
-        questions: dict[int, Sequence[Messages]] = {}
-        for i in (i for i in range(len(batch)) if i not in failed):
-            try:
-                questions[i] = self.ask(batch.take([i]))
-            except Unscorable as reason:
-                failed[i] = str(reason)
-        verdicts = self.ensemble.collect(list(questions.values()), self._read)
+        questions, unshown = collect(batch, self.ask, failed)
+        failed |= unshown
+        verdicts = self.collect(list(questions.values()), self._read)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         spread = values.clone()
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
@@ -237,7 +264,7 @@ class ChatJudge(RewardModel, Loadable):
                 continue
             values[i] = self.combine(verdict.values).float()
             spread[i] = self._spread(verdict)
-        uncertainty = spread if self.ensemble.sampling.passes > 1 else None
+        uncertainty = spread if self.sampling.passes > 1 else None
         output = RewardOutput.build(self.spec, values, failed, uncertainty, extras)
         return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
 
@@ -257,12 +284,8 @@ class ChatJudge(RewardModel, Loadable):
 
     def _partial(self, output: RewardOutput, failed: Mapping[int, str]) -> dict[int, str]:
         """Return reasons for samples that lack some of their dimensions."""
-        return {
-            i: f"the judge gave no {', '.join(self._without(output, i))}"
-            for i in output.reasons
-            if i not in failed
-        }
-
-    def _without(self, output: RewardOutput, i: int) -> list[str]:
-        scored = zip(self.spec.dims, output.valid[i].tolist(), strict=True)
-        return [dim for dim, ok in scored if not ok]
+        found = {}
+        for i in output.reasons.keys() - failed.keys():
+            scored = zip(self.spec.dims, output.valid[i].tolist(), strict=True)
+            found[i] = f"the judge gave no {', '.join(dim for dim, ok in scored if not ok)}"
+        return found

@@ -9,7 +9,7 @@ our choice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from flowalign.types import (
 )
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.backbones.reward_bases import Composed
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
-from reward_models.chat.template import describe, encode_images, read_template, resize_shortest_side
+from reward_models.chat.template import encode_images, resize_shortest_side
 
 KINDS = {
     "interaction": "L2: Irrational Element Interaction",
@@ -99,6 +99,7 @@ def find_kind(label: str) -> str:
     raise Unparsable(f"{label[:60]!r} is not a label of an artefact")
 
 
+@dataclass(eq=False, repr=False)
 class MagicAssessor(ChatJudge):
     """Scores 1 if the image is free of artefacts, of any kind and of each kind, else 0.
 
@@ -110,30 +111,25 @@ class MagicAssessor(ChatJudge):
     Source: MagicMirror, arXiv:2509.10260; its code.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        side: PositiveInt = 1024,
-        template: str = "magic_assessor",
-        sampling: Sampling = _SAMPLING,
-    ):
-        self.side, self.template = side, read_template(template, ("media", "prompt"))
-        ensemble = JudgeEnsemble(server, sampling)
-        spec = RewardSpec(
+    side: PositiveInt = 1024
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    usual = "magic_assessor"
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
             name="magic_assessor",
             dims=("normal", *KINDS),
             modality="image",
             scale=(0.0, 1.0),
             needs=("prompt",),
             licence="unknown (the repository has no licence file)",
-            version=ensemble.version(side=side, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the image."""
         shown = resize_shortest_side(sample.media[0].detach(), self.side)
-        return [self.template.render(media=encode_images(shown), prompt=sample.prompts[0])]
+        return [self.wording.render(media=encode_images(shown), prompt=sample.prompts[0])]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return 1 for normal and for each kind that was not found, 0 otherwise."""

@@ -6,16 +6,17 @@ model.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
 from flowalign.types import Column, MediaBatch, RewardSpec
 from reward_models.backbones.reward_bases import metadata_of
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import yes_probabilities
-from reward_models.chat.template import describe, encode_frames, encode_references, read_template
+from reward_models.chat.template import encode_frames, encode_references
 
 TASKS = {
     "text_to_image": "text to image",
@@ -35,6 +36,7 @@ CRITERIA = {
 _SAMPLING = Sampling(max_tokens=1)
 
 
+@dataclass(eq=False, repr=False)
 class OneReward(PairJudge):
     """Scores the probability that the first result is better, per criterion, from the first token.
 
@@ -44,37 +46,29 @@ class OneReward(PairJudge):
     before the results.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        task: str | None = None,
-        criteria: Mapping[str, str] = CRITERIA,
-        template: str = "one_reward",
-        sampling: Sampling = _SAMPLING,
-        tasks: Mapping[str, str] = TASKS,
-    ):
-        if not criteria:
+    task: str | None = None
+    criteria: Mapping[str, str] = field(default_factory=CRITERIA.copy)
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    tasks: Mapping[str, str] = field(default_factory=TASKS.copy)
+    reads_first_token, usual = True, "one_reward"
+    slots = ("prompt", "task", "criterion", "first", "second")
+    optional_slots = ("references",)
+
+    @override
+    def declare(self) -> RewardSpec:
+        if not self.criteria:
             raise ValueError("criteria is empty; name at least one, such as aesthetics")
-        if task is None and not tasks:
+        if self.task is None and not self.tasks:
             raise ValueError("tasks is empty; name at least one, or set task")
-        self.task, self.tasks, self.criteria = task, dict(tasks), dict(criteria)
-        slots = ("prompt", "task", "criterion", "first", "second")
-        self.template = read_template(template, slots, ("references",))
-        ensemble = JudgeEnsemble(server, sampling, first_token=True)
-        version = ensemble.version(
-            task=task or self.tasks, criteria=self.criteria, **describe(self.template)
-        )
-        spec = RewardSpec(
+        return RewardSpec(
             name="one_reward",
             dims=tuple(self.criteria),
             modality="image",
             scale=(0.0, 1.0),
             licence="that of the served model",
             needs=("prompt",),
-            version=version,
-            columns=() if task else (Column("task", tuple(self.tasks)),),
+            columns=() if self.task else (Column("task", tuple(self.tasks)),),
         )
-        super().__init__(spec, ensemble)
 
     @property
     @override
@@ -84,7 +78,7 @@ class OneReward(PairJudge):
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation per criterion."""
         return [
-            self.template.render(
+            self.wording.render(
                 prompt=first.prompts[0],
                 task=self.task or self.tasks[metadata_of(first)["task"]],
                 criterion=criterion,

@@ -1,6 +1,6 @@
 """Defines judges of pairs, and turns any of them into a reward: the win rate in a group."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -12,19 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import (
-    Component,
-    JudgeCalls,
-    Loadable,
-    MediaBatch,
-    RewardModel,
-    RewardOutput,
-    RewardSpec,
-)
+from flowalign.types import JudgeCalls, MediaBatch, RewardOutput, RewardSpec
+from reward_models.backbones.reward_bases import Composed
 from reward_models.chat.chat_client import ChatAnswer, Messages
-from reward_models.chat.judge import JudgeEnsemble, Verdict
+from reward_models.chat.judge import Judge, Verdict
 from reward_models.chat.parsers import Unparsable
-from reward_models.chat.template import find_templates, warn_of_wording
 
 
 def read_winner(found: Sequence[tuple[str, str]]) -> float:
@@ -41,16 +33,18 @@ def read_winner(found: Sequence[tuple[str, str]]) -> float:
     return said.pop()
 
 
-class PairJudge(Component, ABC):
+@dataclass(eq=False, repr=False)
+class PairJudge(Judge):
     """Judge that compares two samples of one prompt in each dimension of its `spec`."""
 
-    def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
-        self.spec, self.ensemble = spec, ensemble
+    def __post_init__(self) -> None:
+        """Declare the comparison."""
+        super().__post_init__()
+        self.spec = replace(self.declare(), version=self.version)
 
-    @property
-    def conversations(self) -> int:
-        """Return the number of conversations that `ask` returns for a pair (default: 1)."""
-        return 1
+    @abstractmethod
+    def declare(self) -> RewardSpec:
+        """Return the declaration, without the version."""
 
     @abstractmethod
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
@@ -67,7 +61,7 @@ class PairJudge(Component, ABC):
     @final
     def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
         """Return one verdict per pair; its `missing` lists reasons of unreadable passes."""
-        return self.ensemble.collect([self.ask(*pair) for pair in pairs], self._read)
+        return self.collect([self.ask(*pair) for pair in pairs], self._read)
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         values = self.read(answers)
@@ -91,7 +85,7 @@ class _Duel:
     texts: Sequence[str]
 
 
-class WinRate(RewardModel, Loadable):
+class WinRate(Composed):
     """Scores the share of the other samples of its group that a sample beats; a tie is half a win.
 
     All pairs of a group are compared. With `orders: both` each pair is shown in both orders and the
@@ -111,24 +105,15 @@ class WinRate(RewardModel, Loadable):
             version=f"{spec.version} {orders}",
         )
 
-    def load(self) -> None:
-        """Check that the judge's server is running and offers the model."""
-        self.judge.ensemble.client.load()
-
     def close(self) -> None:
         """Close the connections."""
-        self.judge.ensemble.client.close()
-
-    @property
-    @override
-    def caveat(self) -> str:
-        return warn_of_wording(type(self.judge).__name__, find_templates(self.judge))
+        self.judge.close()
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
         pairs = sum(comb(size, 2) for size in group_sizes)
         turns = 2 if self.orders == "both" else 1
-        return self.judge.ensemble.calls(pairs * turns * self.judge.conversations)
+        return self.judge.calls(pairs * turns * self.judge.conversations)
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Compare all pairs of all groups at the same time."""

@@ -7,14 +7,17 @@ our wording. Use the published text (`template`) to obtain the scores of the pap
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from typing_extensions import override
+
 from flowalign.types import MediaBatch, RewardSpec
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, strip_thoughts
-from reward_models.chat.template import describe, encode_frames, encode_source, read_template
+from reward_models.chat.template import Template, encode_frames, encode_source, read_template
 
 T2I = {
     "text_faithfulness": "Text Faithfulness",
@@ -68,6 +71,7 @@ def average_sections(scores: Mapping[str, float]) -> float:
     return (sum(given) / len(given) - 1) / 3
 
 
+@dataclass(eq=False, repr=False)
 class RationalRewards(ChatJudge):
     """Scores each section and their mean from 0 to 1; a section may not apply (N/A).
 
@@ -75,36 +79,37 @@ class RationalRewards(ChatJudge):
     the dimensions, for runs in which another reward has the same names.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        task: Literal["t2i", "edit"] = "t2i",
-        template: str | None = None,
-        sampling: Sampling = _SAMPLING,
-        prefix: str = "",
-    ):
-        editing = task == "edit"
-        self.task, self.sections = task, EDIT if editing else T2I
-        slots = ("prompt", "media", "references") if editing else ("prompt", "media")
-        self.template = read_template(template or f"rational_rewards_{task}", slots)
-        ensemble = JudgeEnsemble(server, sampling)
-        spec = RewardSpec(
-            name=f"rational_rewards_{task}",
-            dims=tuple(f"{prefix}{dim}" for dim in (*self.sections, "overall")),
+    task: Literal["t2i", "edit"] = "t2i"
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    prefix: str = ""
+
+    @property
+    def sections(self) -> Mapping[str, str]:
+        """Return the titles of the sections by dimension."""
+        return EDIT if self.task == "edit" else T2I
+
+    @override
+    def read_wording(self) -> Template:
+        slots = ("prompt", "media", *(["references"] if self.task == "edit" else []))
+        return read_template(self.template or f"rational_rewards_{self.task}", slots)
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
+            name=f"rational_rewards_{self.task}",
+            dims=tuple(f"{self.prefix}{dim}" for dim in (*self.sections, "overall")),
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
-            needs=("prompt", "references") if editing else ("prompt",),
+            needs=("prompt", "references") if self.task == "edit" else ("prompt",),
             normalisation="clamped to 1 to 4, minus 1, divided by 3",
-            version=ensemble.version(task=task, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the image, preceded by its source for an edit."""
         before = {"references": encode_source(sample)} if self.task == "edit" else {}
         return [
-            self.template.render(prompt=sample.prompts[0], media=encode_frames(sample), **before)
+            self.wording.render(prompt=sample.prompts[0], media=encode_frames(sample), **before)
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
@@ -158,6 +163,7 @@ def sum_sections(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[f
     }
 
 
+@dataclass(eq=False, repr=False)
 class RationalPair(PairJudge):
     """Compares two images, or two edits of one source, by the totals of their section scores.
 
@@ -165,33 +171,28 @@ class RationalPair(PairJudge):
     (`template`) to obtain the scores of the paper.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        task: Literal["t2i", "edit"] = "t2i",
-        template: str = "rational_rewards_pair",
-        sampling: Sampling = _PAIR_SAMPLING,
-    ):
-        self.task, self.sections = task, EDIT if task == "edit" else T2I
-        slots = ("prompt", "references", "first", "second", "criterion")
-        self.template = read_template(template, slots)
-        ensemble = JudgeEnsemble(server, sampling)
-        spec = RewardSpec(
-            name=f"rational_pair_{task}",
+    task: Literal["t2i", "edit"] = "t2i"
+    sampling: Sampling = field(default=_PAIR_SAMPLING, kw_only=True)
+    usual = "rational_rewards_pair"
+    slots = ("prompt", "references", "first", "second", "criterion")
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
+            name=f"rational_pair_{self.task}",
             dims=DIMS,
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
-            needs=("prompt", "references") if task == "edit" else ("prompt",),
-            version=ensemble.version(task=task, **describe(self.template)),
+            needs=("prompt", "references") if self.task == "edit" else ("prompt",),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with both images, preceded by their source for an edit."""
-        titles = [title.replace(" and Visual", "") for title in self.sections.values()]
+        sections = EDIT if self.task == "edit" else T2I
+        titles = [title.replace(" and Visual", "") for title in sections.values()]
         return [
-            self.template.render(
+            self.wording.render(
                 prompt=first.prompts[0],
                 references=encode_source(first) if self.task == "edit" else [],
                 first=encode_frames(first),
@@ -202,7 +203,8 @@ class RationalPair(PairJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return 1, 0 or 0.5 per dimension, depending on the image with the higher total."""
-        sums = sum_sections(parse_pair(answers[0].text, self.sections)).values()
+        sections = EDIT if self.task == "edit" else T2I
+        sums = sum_sections(parse_pair(answers[0].text, sections)).values()
         return [0.5 if a == b else float(a > b) for a, b in sums]
 
 

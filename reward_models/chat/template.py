@@ -3,7 +3,7 @@
 import base64
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -136,11 +136,6 @@ def warn_of_wording(reward: str, templates: Iterable[Template]) -> str:
         f"{reward} asks in our wording, but the judge was trained with another, so its scores are "
         f"not those of its paper. Set `template` to the official text: {'; '.join(places)}"
     )
-
-
-def describe(template: Template) -> Mapping[str, str]:
-    """Return the parts of a template that affect scores, for a fingerprint."""
-    return {"system": template.system, "user": template.user}
 
 
 def _append(parts: list[dict[str, Any]], item: str, picture: bool) -> None:

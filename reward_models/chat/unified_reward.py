@@ -11,17 +11,19 @@ Source: UnifiedReward, arXiv:2503.05236; -Think, arXiv:2505.03318.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.pixels import evenly, parts
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.pair_judges import PairJudge
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts
 from reward_models.chat.template import (
-    describe,
+    Template,
     encode_frames,
     encode_images,
     encode_source,
@@ -69,6 +71,7 @@ def parse_final_score(text: str) -> float:
     return parse_score(found[1], _LOW, _HIGH)
 
 
+@dataclass(eq=False, repr=False)
 class UnifiedRewardPoint(ChatJudge):
     """Scores an image or a video against its prompt from 1 to 5.
 
@@ -78,46 +81,40 @@ class UnifiedRewardPoint(ChatJudge):
     sides of this many pixels; Flow-GRPO uses 512.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        form: Literal["axes", "video", "final"] = "axes",
-        template: str | None = None,
-        squash: PositiveInt | None = None,
-        sampling: Sampling = _POINT,
-        frames: PositiveInt = 16,
-    ):
-        name, self.axes = _POINT_FORMS[form]
-        self.form, self.squash, self.frames = form, squash, frames
-        self.template = read_template(template or name, ("prompt", "media"))
-        ensemble = JudgeEnsemble(server, sampling)
-        settings = {"frames": frames} if form == "video" else {}
-        spec = RewardSpec(
+    form: Literal["axes", "video", "final"] = "axes"
+    squash: PositiveInt | None = None
+    sampling: Sampling = field(default=_POINT, kw_only=True)
+    frames: PositiveInt = 16
+
+    @override
+    def read_wording(self) -> Template:
+        return read_template(self.template or _POINT_FORMS[self.form][0], ("prompt", "media"))
+
+    @override
+    def declare(self) -> RewardSpec:
+        name, axes = _POINT_FORMS[self.form]
+        return RewardSpec(
             name=name,
-            dims=self.axes,
-            modality="video" if form == "video" else "image",
+            dims=axes,
+            modality="video" if self.form == "video" else "image",
             scale=(_LOW, _HIGH),
             licence="MIT",
             needs=("prompt",),
-            version=ensemble.version(
-                form=form, squash=squash, **settings, **describe(self.template)
-            ),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the image, or with frames of the video."""
         frames = sample.media[0].detach()
         frames = frames[parts(len(frames), min(self.frames, len(frames)))]
         frames = frames if self.squash is None else resize_to_square(frames, self.squash)
-        return [self.template.render(prompt=sample.prompts[0], media=encode_images(frames))]
+        return [self.wording.render(prompt=sample.prompts[0], media=encode_images(frames))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the scores in the answer."""
         if self.form == "final":
             return [parse_final_score(answers[0].text)]
         scores = parse_axes(answers[0].text)
-        return [scores.get(axis, math.nan) for axis in self.axes]
+        return [scores.get(axis, math.nan) for axis in self.spec.dims]
 
 
 @dataclass(frozen=True)
@@ -163,6 +160,7 @@ _PAIR_FORMS = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class UnifiedRewardPair(PairJudge):
     """Compares two images, or two videos (as frames), by how well they fit the prompt.
 
@@ -175,38 +173,39 @@ class UnifiedRewardPair(PairJudge):
     | `flex` | -Flex, which chooses its own criteria | winner, and its share in three categories |
     """
 
-    def __init__(
-        self,
-        server: Server,
-        form: Literal["plain", "think", "think_image", "think_video", "score", "flex"] = "plain",
-        template: str | None = None,
-        frames: PositiveInt = 8,
-        sampling: Sampling = _PAIR,
-    ):
-        self.form, self.frames = _PAIR_FORMS[form], frames
-        self.template = read_template(template or self.form.template, ("prompt", "first", "second"))
-        ensemble = JudgeEnsemble(server, sampling)
-        spec = RewardSpec(
-            name=self.form.template,
-            dims=self.form.dims,
-            modality=self.form.modality,
+    form: Literal["plain", "think", "think_image", "think_video", "score", "flex"] = "plain"
+    frames: PositiveInt = 8
+    sampling: Sampling = field(default=_PAIR, kw_only=True)
+
+    @override
+    def read_wording(self) -> Template:
+        usual = _PAIR_FORMS[self.form].template
+        return read_template(self.template or usual, ("prompt", "first", "second"))
+
+    @override
+    def declare(self) -> RewardSpec:
+        form = _PAIR_FORMS[self.form]
+        return RewardSpec(
+            name=form.template,
+            dims=form.dims,
+            modality=form.modality,
             scale=(0.0, 1.0),
             licence="MIT",
             needs=("prompt",),
-            version=ensemble.version(form=form, frames=frames, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with both samples."""
-        one, two = (encode_frames(x, self.frames, self.form.choose) for x in (first, second))
-        return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
+        choose = _PAIR_FORMS[self.form].choose
+        one, two = (encode_frames(x, self.frames, choose) for x in (first, second))
+        return [self.wording.render(prompt=first.prompts[0], first=one, second=two)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the result of the first sample in each dimension."""
-        return self.form.read(answers[0].text)
+        return _PAIR_FORMS[self.form].read(answers[0].text)
 
 
+@dataclass(eq=False, repr=False)
 class UnifiedRewardEdit(PairJudge):
     """Compares two edits of a source (the first reference) by how well they follow the instruction.
 
@@ -215,33 +214,29 @@ class UnifiedRewardEdit(PairJudge):
     loses minus signs and ignores integers.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        form: Literal["rank", "score"] = "rank",
-        template: str | None = None,
-        sampling: Sampling = _PAIR,
-    ):
-        name = f"unified_reward_edit_{form}"
-        self.form = form
+    form: Literal["rank", "score"] = "rank"
+    sampling: Sampling = field(default=_PAIR, kw_only=True)
+
+    @override
+    def read_wording(self) -> Template:
         slots = ("prompt", "references", "first", "second")
-        self.template = read_template(template or name, slots)
-        ensemble = JudgeEnsemble(server, sampling)
-        spec = RewardSpec(
-            name=name,
+        return read_template(self.template or f"unified_reward_edit_{self.form}", slots)
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
+            name=f"unified_reward_edit_{self.form}",
             dims=("overall",),
             modality="image",
             scale=(0.0, 1.0),
             licence="MIT",
             needs=("prompt", "references"),
-            version=ensemble.version(form=form, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the source and both edits."""
         return [
-            self.template.render(
+            self.wording.render(
                 prompt=first.prompts[0],
                 references=encode_source(first),
                 first=encode_frames(first),

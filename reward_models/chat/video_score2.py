@@ -5,16 +5,19 @@ answer format in our wording. Use the published text (`template`) to obtain the 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
+
+from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
 from reward_models.backbones.pixels import at_rate
-from reward_models.chat.chat_client import ChatAnswer, Messages, Server
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.chat_client import ChatAnswer, Messages
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.parsers import Unparsable, parse_score, strip_thoughts, word_probabilities
-from reward_models.chat.template import describe, encode_images, read_template
+from reward_models.chat.template import encode_images
 
 DIMS = ("visual_quality", "text_alignment", "physical_consistency")
 _TITLES = ("visual quality", "text-to-video alignment", "physical/common-sense consistency")
@@ -56,6 +59,7 @@ def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) ->
     return scores
 
 
+@dataclass(eq=False, repr=False)
 class VideoScore2(ChatJudge):
     """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2).
 
@@ -64,35 +68,31 @@ class VideoScore2(ChatJudge):
     receives data URLs reads them as images, without a video's positions.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        mode: Literal["expectation", "upstream", "integer"] = "expectation",
-        rate: PositiveFloat = 2.0,
-        template: str = "video_score2",
-        sampling: Sampling = _SAMPLING,
-    ):
-        self.mode: Literal["expectation", "upstream", "integer"] = mode
-        self.rate = rate
-        self.template = read_template(template, ("prompt", "media"))
-        soft = {} if mode == "integer" else {"logprobs": True, "top_logprobs": 20}
-        ensemble = JudgeEnsemble(server, sampling, soft)
-        spec = RewardSpec(
+    mode: Literal["expectation", "upstream", "integer"] = "expectation"
+    rate: PositiveFloat = 2.0
+    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    usual = "video_score2"
+
+    @override
+    def more_parameters(self) -> Mapping[str, Any]:
+        return {} if self.mode == "integer" else {"logprobs": True, "top_logprobs": 20}
+
+    @override
+    def declare(self) -> RewardSpec:
+        return RewardSpec(
             name="video_score2",
             dims=DIMS,
             modality="video",
-            scale=(0.0 if mode == "upstream" else 1.0, 5.0),
+            scale=(0.0 if self.mode == "upstream" else 1.0, 5.0),
             licence="Apache-2.0",
             needs=("prompt", "fps"),
-            version=ensemble.version(mode=mode, rate=rate, **describe(self.template)),
         )
-        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the frames."""
         video = sample.media[0].detach()
         shown = video[at_rate(len(video), sample.fps[0], self.rate)]
-        return [self.template.render(prompt=sample.prompts[0], media=encode_images(shown))]
+        return [self.wording.render(prompt=sample.prompts[0], media=encode_images(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the three scores in the selected mode."""

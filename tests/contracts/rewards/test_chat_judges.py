@@ -13,7 +13,7 @@ from reward_models.backbones.pixels import pad_to_square
 from reward_models.chat.chat_client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.first_token import Levels, ServedYesNo, YesNo, deqa
-from reward_models.chat.judge import ChatJudge, JudgeEnsemble, Sampling
+from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pair_judges import WinRate
@@ -299,14 +299,14 @@ def test_one_sample_that_cannot_be_read_leaves_the_others_alone(serve):
 class Careless(ChatJudge):
     """Reads whatever number there is."""
 
-    def __init__(self, server):
-        super().__init__(
-            RewardSpec("careless", ("x",), "any", (0.0, 1.0), "MIT"),
-            JudgeEnsemble(server, Sampling()),
-        )
+    def read_wording(self):
+        return read_template("yes_no", ("question", "media"))
+
+    def declare(self):
+        return RewardSpec("careless", ("x",), "any", (0.0, 1.0), "MIT")
 
     def ask(self, sample):
-        return [read_template("yes_no", ("question", "media")).render(question="?", media=[])]
+        return [self.wording.render(question="?", media=[])]
 
     def read(self, answers):
         return [float(answers[0].text)]
