@@ -16,12 +16,11 @@ from flowalign.curation.scoring.part_files import (
     join_own_columns,
 )
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
-from flowalign.curation.scoring.table_rows import check_prompts, join_fingerprints
+from flowalign.curation.scoring.table_rows import check_prompts
 from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
-from flowalign.rewards.checked import load
 from flowalign.rewards.direct import read_clips
-from flowalign.utils.folders import check_folder_path, hold_lock, record_settings
+from flowalign.utils.folders import check_folder_path, hold_lock
 from flowalign.utils.imports import import_optional
 
 _FPS = 8.0
@@ -92,29 +91,15 @@ def score(
     dataset = open_dataset(source, columns=columns)
     models = list(share_rewards(rewards).values())
     share = max_failed_fraction
+    if not models:
+        raise ValueError("rewards is empty: give at least one function or reward model")
+    check_prompts(dataset, models)
     job = ScoringJob(dataset, models, folder, batch_size, limit=limit, max_failed_fraction=share)
-    settings = _load(job)
+    job.load(job.settings())
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
-        finish(folder, blocks, "parquet", settings).check(share)
+        finish(folder, blocks, "parquet", {}).check(share)
     return Table(_read_columns(folder, blocks), folder, temporary)
-
-
-def _load(job: ScoringJob) -> dict[str, Any]:
-    """Load the rewards after the checks that need no weights; record and return the settings."""
-    if not job.models:
-        raise ValueError("rewards is empty: give at least one function or reward model")
-    check_prompts(job.dataset, job.models)
-    for model in job.models:
-        load(model)
-    settings = {
-        "identity": job.dataset.identity(),
-        "schema": job.dataset.schema.name,
-        "fingerprint": join_fingerprints(job.models),
-        "limit": job.limit,
-    }
-    record_settings(job.folder / "manifest.json", settings, "flowalign.score")
-    return settings
 
 
 def _read_columns(folder: Path, blocks: Sequence[int]) -> dict[str, list[Any]]:

@@ -14,16 +14,15 @@ from flowalign.cli.options import add_columns, add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import digest_file, read_object
-from flowalign.utils.folders import check_folder_path, compare_settings, record_settings
+from flowalign.utils.folders import check_folder_path, compare_settings
 
 if TYPE_CHECKING:
+    from flowalign.curation.scoring.part_files import RunningStats
     from flowalign.curation.scoring.scoring_job import ScoringJob
-    from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of images or videos."
 _THREADS = min(8, os.cpu_count() or 1)
 EXIT_FAILED = 1
-_MANIFEST, _MAKER = "manifest.json", "a scoring job"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +86,14 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     job, settings = _open_job(args)
     try:
-        blocks, speed = _score(args, job, settings)
+        several = args.executor != "ray" and args.processes > 1
+        blocks, speed = _run_shards(args) if several else _score(args, job, settings)
+        if not args.shard:
+            _finish(args, job, blocks, speed).check(job.max_failed_fraction)
     except TooManyFailures as error:
-        return _fail(str(error))
-    return 0 if args.shard else _finish(args, job, blocks, speed)
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -118,7 +121,7 @@ def _check(args: argparse.Namespace) -> None:
 def load_job(args: argparse.Namespace) -> "ScoringJob":
     """Return the job with loaded models, for a worker of a cluster."""
     job, settings = _open_job(args)
-    _load(job, settings)
+    job.load(settings)
     return job
 
 
@@ -128,6 +131,7 @@ def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
     from flowalign.curation.scoring.table_rows import check_prompts
     from flowalign.data.readers import open_dataset, parse_columns
     from flowalign.rewards.config import load_rewards
+    from flowalign.utils.local_modules import list_files
 
     columns = parse_columns(args.columns)
     dataset = open_dataset(args.data, args.schema, args.root, columns)
@@ -144,19 +148,14 @@ def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
         max_failed_fraction=args.max_failed_fraction,
         shard=args.shard or (0, 1),
     )
-    return job, _build_settings(args, dataset, text)
-
-
-def _load(job: "ScoringJob", settings: Mapping[str, Any]) -> None:
-    """Load the models, after a check that the folder holds no results of other settings."""
-    from flowalign.curation.scoring.table_rows import join_fingerprints
-    from flowalign.rewards.checked import load
-
-    compare_settings(job.folder / _MANIFEST, settings, _MAKER)
-    for model in job.models:
-        load(model)
-    known = {"fingerprint": join_fingerprints(job.models)}
-    record_settings(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
+    code = {str(file): digest_file(file) for file in list_files(text)}
+    places = {"data": args.data, "root": dataset.root}
+    return job, {
+        **{name: str(Path(place).resolve()) for name, place in places.items()},
+        "rewards": text,
+        **({"code": code} if code else {}),
+        **job.settings(),
+    }
 
 
 def _score(
@@ -174,28 +173,26 @@ def _score(
     from flowalign.curation.scoring.progress import show_progress
     from flowalign.utils.folders import hold_lock
 
-    if args.executor != "ray" and args.processes > 1:
-        return _run_shards(args)
     speed, (i, n) = Throughput(), job.shard
     name = ".lock-ray" if args.executor == "ray" else f".lock-{i}-of-{n}"
     with hold_lock(job.folder / "parts" / name):
         if args.executor == "ray":
             from flowalign.curation.scoring.ray_data import ScoringCluster
 
-            compare_settings(job.folder / _MANIFEST, settings, _MAKER)
+            compare_settings(job.folder / scoring.MANIFEST, settings, scoring.MAKER)
             cluster = ScoringCluster(args.processes, args.address)
             score = partial(cluster.run, job, partial(load_job, args))
         else:
             schema = f"{args.data}: schema {job.dataset.schema.name}"
             Console().print(schema, markup=False, highlight=False)
-            _load(job, settings)
+            job.load(settings)
             score = partial(scoring.run, job)
         try:
             with show_progress(job) as watch:
                 return score(watch=watch, speed=speed), speed.summary()
         except TooManyFailures as error:
             if not args.shard:
-                about = {"status": "stopped", **_read_manifest(job.folder), **speed.summary()}
+                about = {"status": "stopped", **speed.summary()}
                 scoring.write_summary(job.folder, error.stats, about)
             raise
 
@@ -231,14 +228,14 @@ def _device(i: int) -> list[str]:
 
 def _finish(
     args: argparse.Namespace, job: "ScoringJob", blocks: Sequence[int], speed: Mapping[str, float]
-) -> int:
-    """Write the table, the summary and the pages; return 1 if too many rows failed."""
+) -> "RunningStats":
+    """Write the table, the summary and the pages."""
     from flowalign.curation.scoring import scores_page
     from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import PartFiles, TooManyFailures
+    from flowalign.curation.scoring.part_files import PartFiles
 
     folder, parts = job.folder, PartFiles(job.folder / "parts")
-    stats = scoring.finish(folder, blocks, args.format, {**_read_manifest(folder), **speed})
+    stats = scoring.finish(folder, blocks, args.format, speed)
     summary = read_object(folder / "summary.json")
     page = scores_page.write(folder, parts.rows(blocks), job.dataset, summary)
     rows = {
@@ -254,37 +251,4 @@ def _finish(
         rows["prompts"] = str(prompts)
     rows |= {f"warning: {one.spec.name}": one.caveat for one in job.models if one.caveat}
     table(f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}", rows)
-    try:
-        stats.check(job.max_failed_fraction)
-    except TooManyFailures as error:
-        return _fail(str(error))
-    return 0
-
-
-def _fail(why: str) -> int:
-    sys.stderr.write(f"error: {why}\n")
-    return EXIT_FAILED
-
-
-def _build_settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
-    """Return the settings that determine the scores; batch size and processes do not."""
-    from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.utils.local_modules import list_files
-
-    code = {str(file): digest_file(file) for file in list_files(rewards)}
-    return {
-        "data": str(Path(args.data).resolve()),
-        "root": str(dataset.root.resolve()),
-        "identity": dataset.identity(),
-        "schema": dataset.schema.name,
-        "rewards": rewards,
-        **({"code": code} if code else {}),
-        "limit": args.limit,
-        "max_frames": args.max_frames,
-        "records_per_part": scoring.RECORDS_PER_PART,
-    }
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the settings of the job, for the summary."""
-    return read_object(folder / _MANIFEST)
+    return stats

@@ -17,7 +17,7 @@ from flowalign.cli.main import main
 from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.part_files import PartFiles
-from flowalign.curation.scoring.scoring_job import BlockScorer, block_numbers
+from flowalign.curation.scoring.ray_data import BlockScorer, block_numbers
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.ray_cluster import join_cluster

@@ -21,7 +21,8 @@ from flowalign.curation.scoring.part_files import (
     Throughput,
     TooManyFailures,
 )
-from flowalign.curation.scoring.scoring_job import BlockScorer, ScoringJob, finish, run
+from flowalign.curation.scoring.ray_data import BlockScorer
+from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_row
 from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset

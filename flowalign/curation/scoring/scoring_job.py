@@ -16,18 +16,21 @@ from flowalign.curation.scoring.table_rows import (
     Column,
     DecodedMedium,
     assemble,
+    join_fingerprints,
     make_unscored_row,
     prepare,
     score,
 )
 from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
-from flowalign.rewards.checked import CheckedReward
+from flowalign.rewards.checked import CheckedReward, load
 from flowalign.types import RewardModel
 from flowalign.types.ranges import PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.console import say
-from flowalign.utils.files import write_text
+from flowalign.utils.files import read_object, write_text
+from flowalign.utils.folders import compare_settings, record_settings
 
+MANIFEST, MAKER = "manifest.json", "a scoring job"
 RECORDS_PER_PART = 256
 """Records of a block: a file that is complete once it exists. Batches never cross a block, so its
 last batch may be smaller, and a killed job continues with the bytes of an uninterrupted one. Shards
@@ -71,6 +74,25 @@ class ScoringJob:
         if not 0 <= self.shard[0] < self.shard[1]:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}; i/n needs 0 <= i < n")
 
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that determine the scores; batch size and processes do not."""
+        return {
+            "identity": self.dataset.identity(),
+            "schema": self.dataset.schema.name,
+            "limit": self.limit,
+            "max_frames": self.max_frames,
+            "records_per_part": RECORDS_PER_PART,
+        }
+
+    def load(self, settings: Mapping[str, Any]) -> None:
+        """Load the models, after a check that the folder holds no results of other settings."""
+        manifest = self.folder / MANIFEST
+        compare_settings(manifest, settings, MAKER)
+        for model in self.models:
+            load(model)
+        known = {"fingerprint": join_fingerprints(self.models)}
+        record_settings(manifest, {**settings, **known}, MAKER)
+
     def share(self) -> int | None:
         """Return the number of records of this shard; None if counting them is slow."""
         if (size := self.dataset.size()) is None:
@@ -98,7 +120,7 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     stamps: dict[int, list[str]] = {}
 
     def missing() -> Iterator[tuple[int, int, Record]]:
-        for block, records in _split_blocks(_limit_records(job)):
+        for block, records in list_blocks(job):
             blocks.append(block)
             if block % job.shard[1] == job.shard[0] and (todo := parts.select(block, records)):
                 stamps[block] = [record.stamp() for _, record in records]
@@ -108,7 +130,7 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     for row in parts.rows(parts.complete(mine)):
         stats.add(row)
     stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
-    for block, rows in _score_blocks(job, missing(), speed):
+    for block, rows in score_blocks(job, missing(), speed):
         parts.write(block, rows, stamps.pop(block))
         for row in parts.rows([block]):
             stats.add(row)
@@ -121,42 +143,11 @@ def drop_changed(job: ScoringJob, parts: PartFiles) -> None:
     """Delete the blocks of this shard with records that changed since they were scored."""
     saved = {block for block in parts.blocks() if block % job.shard[1] == job.shard[0]}
     changed, last = 0, max(saved, default=-1)
-    for block, records in itertools.islice(_split_blocks(_limit_records(job)), last + 1):
+    for block, records in itertools.islice(list_blocks(job), last + 1):
         if block in saved:
             changed += parts.drop_changed(block, [record.stamp() for _, record in records])
     if changed:
         say(f"{changed} rows changed since they were scored: scoring them again")
-
-
-class BlockScorer:
-    """Scorer of single blocks of a job, fastest in ascending order."""
-
-    def __init__(self, job: ScoringJob):
-        self.job = replace(job, models=[CheckedReward(model) for model in job.models])
-        self.parts, self._next = PartFiles(job.folder / "parts"), 0
-        self._blocks = _split_blocks(_limit_records(job))
-
-    def score(self, block: int) -> None:
-        """Score the records of a block that `PartFiles.select` returns, and save its rows."""
-        records = self._records(block)
-        stamps = [record.stamp() for _, record in records]
-        records = self.parts.select(block, records)
-        todo = ((block, i, record) for i, record in records)
-        for number, rows in _score_blocks(self.job, todo, Throughput()):
-            self.parts.write(number, rows, stamps)
-
-    def _records(self, block: int) -> list[tuple[int, Record]]:
-        """Return the records of a block, reading forward to it or again from the beginning."""
-        if block < self._next:
-            self._blocks = _split_blocks(_limit_records(self.job))
-        number, records = next(found for found in self._blocks if found[0] == block)
-        self._next = number + 1
-        return records
-
-
-def block_numbers(job: ScoringJob) -> list[int]:
-    """Return the blocks of the whole dataset; this reads all records, but decodes nothing."""
-    return [block for block, _ in _split_blocks(_limit_records(job))]
 
 
 def finish(
@@ -173,16 +164,14 @@ def finish(
 
 def write_summary(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
-    text = json.dumps({**about, **stats.summary()}, indent=2, ensure_ascii=False)
+    known = read_object(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    text = json.dumps({**known, **about, **stats.summary()}, indent=2, ensure_ascii=False)
     write_text(folder / "summary.json", text + "\n")
 
 
-def _limit_records(job: ScoringJob) -> Iterator[Record]:
-    return itertools.islice(iter(job.dataset), job.limit)
-
-
-def _split_blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
-    numbered = enumerate(records)
+def list_blocks(job: ScoringJob) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
+    """Yield each block's number, and its records with theirs."""
+    numbered = enumerate(itertools.islice(iter(job.dataset), job.limit))
     for block in itertools.count():
         part = list(itertools.islice(numbered, RECORDS_PER_PART))
         if not part:
@@ -190,7 +179,7 @@ def _split_blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[i
         yield block, part
 
 
-def _score_blocks(
+def score_blocks(
     job: ScoringJob, todo: Iterator[tuple[int, int, Record]], speed: Throughput
 ) -> Iterator[tuple[int, list[dict[str, Column]]]]:
     """Yield the rows of every block, in order, while the next block is decoded and scored."""
