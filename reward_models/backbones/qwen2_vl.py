@@ -159,7 +159,7 @@ def build_network(
     return network
 
 
-def check_chat(tokenizer: Any, prompt: str, *images: Float[Tensor, "F 3 _ _"]) -> None:
+def check_chat(tokenizer: Any, prompt: str, *images: Float[Tensor, "... 3 _ _"]) -> None:
     """Check what a sample asks for.
 
     Raises:

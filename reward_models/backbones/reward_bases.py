@@ -262,11 +262,14 @@ class YesNoJudge(Loadable):
 class Composed(RewardModel, Loadable):
     """Reward made of other models, its attributes: it loads them and has their caveats."""
 
+    _is_loaded = False
+
     def load(self) -> None:
-        """Load the models."""
-        for part in vars(self).values():
+        """Load the models once."""
+        for part in () if self._is_loaded else vars(self).values():
             if isinstance(part, Loadable):
                 part.load()
+        self._is_loaded = True
 
     @property
     @override
