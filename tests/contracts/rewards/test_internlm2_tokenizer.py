@@ -35,7 +35,11 @@ def _model(adds_prefix: bool) -> bytes:
         for text, score, kind in PIECES
     ]
     normalizer = _field(1, b"identity") + b"\x18" + _varint(adds_prefix)
-    return b"".join(_field(1, piece) for piece in pieces) + _field(2, b"x") + _field(3, normalizer)
+    return (
+        b"".join(_field(1, piece) for piece in pieces)
+        + _field(2, b"\x18\x02")
+        + _field(3, normalizer)
+    )
 
 
 @pytest.fixture
@@ -72,7 +76,7 @@ def test_pieces_merge_in_the_order_of_their_scores():
 def test_a_prefix_is_read_from_the_file(tmp_path):
     for adds in (False, True):
         (tmp_path / "tokenizer.model").write_bytes(_model(adds))
-        assert read_model(tmp_path / "tokenizer.model").adds_prefix == adds
+        assert read_model(tmp_path / "tokenizer.model").normalizer_spec.add_dummy_prefix == adds
 
 
 def test_other_files_and_tokens_are_refused(release, monkeypatch):
