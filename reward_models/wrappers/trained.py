@@ -83,11 +83,7 @@ class TrainedReward(NetworkReward, Refreshable):
                 f"{self.backbone.fingerprint}"
             )
         tensors = read_tensors(self.weights)
-        joint, prompt = (
-            find_width(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
-        )
-        dims = self.config["dims"]
-        self.rater = Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
+        self.rater = build_rater(head, tensors, self.config["dims"], self.path)
         whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
         adapters = {n for n, p in self.backbone.network.named_parameters() if p.requires_grad}
         frozen = [n for n in self.backbone.network.state_dict() if n not in adapters]
@@ -222,11 +218,13 @@ def _instantiate(parts: Mapping[str, tuple[type, Any]], path: str) -> dict[str, 
         raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
 
 
-def find_width(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
-    """Return the length of a saved vector; raise ValueError if there is none with this name."""
-    if key not in tensors:
-        raise ValueError(f"{path} lacks {key}")
-    return len(tensors[key])
+def build_rater(head: Head, tensors: Mapping[str, Tensor], dims: Sequence[str], path: str) -> Rater:
+    """Build the rater for features of the saved widths; raise ValueError if there are none."""
+    saved = ["rater.joint.mean", "rater.prompt.mean"]
+    if missing := [name for name in saved if name not in tensors]:
+        raise ValueError(f"{path} lacks {missing[0]}")
+    joint, prompt = (len(tensors[name]) for name in saved)
+    return Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
 
 
 def _refuse_frozen(keys: set[str], path: str) -> None:
@@ -270,11 +268,8 @@ class TrainedLatentReward(LatentReward):
                 f"{type(policy).__name__} have {found}"
             )
         tensors = read_tensors(find_file(self.path, _FILE))
-        joint, prompt = (
-            find_width(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
-        )
-        head = build_head(self.config, self.path).build(joint, prompt, self.config["dims"])
-        rater = Rater(head, joint, prompt, len(self.dims))
+        head = build_head(self.config, self.path)
+        rater = build_rater(head, tensors, self.config["dims"], self.path)
         values = {name.removeprefix("rater."): value for name, value in tensors.items()}
         load_exactly(rater, values, self.path)
         device = next(policy.denoiser.parameters()).device
