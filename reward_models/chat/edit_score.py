@@ -2,7 +2,7 @@
 
 The computation follows its released code, except that an unreadable answer is a failure. The
 bundled prompts request the published answer format in our wording. Use the published texts
-(`sc_template`, `pq_template`) to obtain the scores of the paper.
+(`template`, `pq_template`) to obtain the scores of the paper.
 """
 
 from collections.abc import Sequence

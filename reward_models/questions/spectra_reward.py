@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
 from reward_models.backbones.prefix import pack_texts
-from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
+from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward
 from reward_models.backbones.yes_no_judges import QwenYesNo
 
 INSTRUCTION = "Describe this image."
@@ -22,7 +22,7 @@ INSTRUCTION = "Describe this image."
 _UNREADABLE = "its prompt contains a special token or is a single token"
 
 
-class SpectraReward(ScreenedReward, Loadable):
+class SpectraReward(Composed, ScreenedReward):
     """Scores the mean log-probability of the prompt's tokens in nats, at most 0.
 
     Values depend on the words of the prompt, so compare them within a prompt only. An image that
@@ -34,7 +34,6 @@ class SpectraReward(ScreenedReward, Loadable):
         self.spec = RewardSpec(
             name="spectra_reward",
             dims=("prompt_likelihood",),
-            modality="any",
             scale=(-math.inf, 0.0),
             licence="that of the judge",
             differentiable=True,
@@ -43,13 +42,8 @@ class SpectraReward(ScreenedReward, Loadable):
             version=f"{judge.version} {instruction}",
         )
 
-    def load(self) -> None:
-        """Load the judge."""
-        self.judge.load()
-
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Read the prompt of each sample as an answer, in one pass; its end does not count."""
-        self.load()
         tokenizer, asked = self.judge.processor.tokenizer, self.judge.tail(self.instruction)
         answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in batch.prompts]
 

@@ -300,6 +300,13 @@ def test_prompts_of_another_world_are_refused_by_name(prompt):
     assert len(str(caught.value).splitlines()) <= 5
 
 
+def test_a_picture_without_a_prompt_is_a_failure_with_a_reason():
+    media = torch.full((2, 1, 3, 48, 48), 0.5)
+    output = VERIFIER.score(MediaBatch(media, ["a red circle", ""]))
+    assert VERIFIER.spec.needs == ("prompt",)
+    assert dict(output.reasons) == {1: "its prompt is missing"}
+
+
 def test_prompts_mean_what_they_say():
     assert parse_prompt("three white triangles").objects == (("white", "triangle"),) * 3
     assert parse_prompt("three white triangles").relation is None
