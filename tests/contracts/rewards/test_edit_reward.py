@@ -240,7 +240,7 @@ def test_fingerprints_tell_texts_and_settings_apart(folders, texts):
 
 def test_the_bundled_instructions_can_be_used():
     reward = EditReward("nowhere")
-    assert all("Editing instruction - {prompt}" in text for text in reward.instructions)
+    assert all("Editing instruction - {prompt}" in text for text in reward.asked)
     batch = MediaBatch(torch.rand(1, 1, 3, 8, 8), ["a"])
     with pytest.raises(ValueError, match="references"):
         reward.score(batch)
