@@ -5,7 +5,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -27,7 +27,6 @@ from flowalign.types import (
     Seed,
     require_ranges,
 )
-from flowalign.types.component import get_arguments
 from reward_models.backbones.reward_bases import collect
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.guards import ChatError, ServerDown
@@ -111,7 +110,8 @@ class Judge(Loadable):
             **probabilities,
             **self.more_parameters(),
         }
-        own = {name: value for name, value in get_arguments(self).items() if name not in _OF_ALL}
+        names = {one.name for one in fields(self) if one.init} - {*_OF_ALL}
+        own = {name: getattr(self, name) for name in names}
         texts = [[one.system, one.user] for one in find_templates(self)]
         decisive = self.server.model, asdict(self.sampling), self.parameters, own, texts
         hashed = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=asdict).encode())
