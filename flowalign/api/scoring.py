@@ -10,11 +10,7 @@ from flowalign.api.objects import share_rewards
 from flowalign.api.options import advise_in_python
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
 from flowalign.curation.score_table import PairingRule, find_table, read_table
-from flowalign.curation.scoring.part_files import (
-    PartFiles,
-    Throughput,
-    join_own_columns,
-)
+from flowalign.curation.scoring.part_files import Throughput, join_own_columns
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.table_rows import check_prompts
 from flowalign.data.media.encode import write_clip, write_picture
@@ -99,11 +95,8 @@ def score(
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
         finish(folder, blocks, "parquet", {}).check(share)
-    return Table(_read_columns(folder, blocks), folder, temporary)
-
-
-def _read_columns(folder: Path, blocks: Sequence[int]) -> dict[str, list[Any]]:
-    return to_columns([join_own_columns(row) for row in PartFiles(folder / "parts").rows(blocks)])
+    rows = to_columns([join_own_columns(row) for row in job.parts.rows(blocks)])
+    return Table(rows, folder, temporary)
 
 
 @advise_in_python()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import add_columns, add_executor, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.files import digest_file, read_object
+from flowalign.utils.files import digest_file
 from flowalign.utils.folders import check_folder_path, compare_settings
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     job, settings = _open_job(args)
     try:
         several = args.executor != "ray" and args.processes > 1
-        blocks, speed = _run_shards(args) if several else _score(args, job, settings)
+        blocks, speed = _run_shards(args, job) if several else _score(args, job, settings)
         if not args.shard:
             _finish(args, job, blocks, speed).check(job.max_failed_fraction)
     except TooManyFailures as error:
@@ -197,22 +197,24 @@ def _score(
             raise
 
 
-def _run_shards(args: argparse.Namespace) -> tuple[Sequence[int], Mapping[str, float]]:
+def _run_shards(
+    args: argparse.Namespace, job: "ScoringJob"
+) -> tuple[Sequence[int], Mapping[str, float]]:
     """Run this command once per shard, in parallel; return the blocks and the seconds."""
     from rich.console import Console
 
-    from flowalign.curation.scoring.part_files import PartFiles, RunningStats, TooManyFailures
+    from flowalign.curation.scoring.part_files import RunningStats, TooManyFailures
     from flowalign.utils.subprocesses import run_all, shard_jobs
 
     start, log = time.perf_counter(), Console().print
-    jobs = shard_jobs(args.words, args.processes, Path(args.out) / "logs", ["--summarize"])
-    jobs = [replace(job, command=[*_device(i), *job.command]) for i, job in enumerate(jobs)]
+    jobs = shard_jobs(args.words, args.processes, job.folder / "logs", ["--summarize"])
+    jobs = [replace(one, command=[*_device(i), *one.command]) for i, one in enumerate(jobs)]
     failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
     if failed:
         why = f"{failed[0].last_line()}\n{len(failed)} of {len(jobs)} shards failed"
         raise TooManyFailures(why, RunningStats())
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
-    return PartFiles(Path(args.out) / "parts").blocks(), seconds
+    return job.parts.blocks(), seconds
 
 
 def _device(i: int) -> list[str]:
@@ -232,12 +234,10 @@ def _finish(
     """Write the table, the summary and the pages."""
     from flowalign.curation.scoring import scores_page
     from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import PartFiles
 
-    folder, parts = job.folder, PartFiles(job.folder / "parts")
+    folder, parts = job.folder, job.parts
     stats = scoring.finish(folder, blocks, args.format, speed)
-    summary = read_object(folder / "summary.json")
-    page = scores_page.write(folder, parts.rows(blocks), job.dataset, summary)
+    page = scores_page.write(folder, parts.rows(blocks), job.dataset)
     rows = {
         dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
         if known["valid"]

@@ -148,6 +148,8 @@ def test_writing_reads_the_rows_once_and_leaves_one_file(dataset, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     rows = (row(f"r{i}", float(i)) for i in range(9))
-    page = write(out, rows, dataset, SUMMARY)
-    assert [p.name for p in out.iterdir()] == ["scores.html"] == [page.name]
+    (out / "summary.json").write_text(json.dumps(SUMMARY))
+    page = write(out, rows, dataset)
+    assert page.name == "scores.html"
+    assert sorted(p.name for p in out.iterdir()) == ["scores.html", "summary.json"]
     assert page.read_text().count("data:image/webp") == 4 * EXAMPLES - 4  # r4 is at all four ends

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.part_files import PartFiles, RunningStats, Throughput
+from flowalign.curation.scoring.part_files import RunningStats, Throughput
 from flowalign.curation.scoring.scoring_job import (
-    ROWS_BEFORE_CHECK,
     ScoringJob,
     Watch,
     drop_changed,
@@ -58,23 +57,20 @@ class ScoringCluster:
             RewardFailure: A model is wrong, or workers died too often.
             ValueError: A worker cannot use the options or the data.
         """
-        parts, stats, blocks = PartFiles(job.folder / "parts"), RunningStats(), block_numbers(job)
+        parts, stats, blocks = job.parts, RunningStats(), block_numbers(job)
         drop_changed(job, parts)
         complete = parts.complete(blocks)
-        for row in parts.rows(complete):
-            stats.add(row)
-        stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
+        job.tally(stats, complete)
+        known = stats.rows
         if not (missing := sorted(set(blocks) - set(complete))):
             return blocks
         with connect(self.workers, self.address):
             for block in self._score_blocks(missing, open_job):
                 if block not in parts:
                     raise ValueError(f"{job.folder} must be a folder that all workers share")
-                for row in parts.rows([block]):
-                    stats.add(row)
-                    speed.rows += 1
+                job.tally(stats, [block])
+                speed.rows = stats.rows - known
                 watch(stats, speed)
-                stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
         return blocks
 
     def _score_blocks(
@@ -147,7 +143,7 @@ class BlockScorer:
 
     def __init__(self, job: ScoringJob):
         self.job = replace(job, models=[CheckedReward(model) for model in job.models])
-        self.parts, self._next = PartFiles(job.folder / "parts"), 0
+        self.parts, self._next = job.parts, 0
         self._blocks = list_blocks(job)
 
     def score(self, block: int) -> None:

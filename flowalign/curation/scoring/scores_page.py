@@ -21,7 +21,7 @@ from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
 from flowalign.reports.pages import PALETTE, data_address, histogram
-from flowalign.utils.files import write_text
+from flowalign.utils.files import read_object, write_text
 
 EXAMPLES = 6
 """Number of samples shown at either end of a dimension."""
@@ -68,13 +68,14 @@ class Findings:
         return {entry[:2] for heap in ends for _, _, entry in heap}
 
 
-def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[str, Any]) -> Path:
+def write(folder: Path, rows: Iterable[Row], dataset: Dataset) -> Path:
     """Write the page; read the rows of a finished job once, then only the samples on the page."""
     findings = Findings()
     for row in rows:
         findings.add(row)
     thumbnails = make_thumbnails(dataset, findings.places())
     page = folder / "scores.html"
+    summary = read_object(folder / "summary.json")
     write_text(page, render(folder.name, findings, thumbnails, summary))
     return page
 

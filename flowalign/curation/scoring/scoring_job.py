@@ -93,6 +93,17 @@ class ScoringJob:
         known = {"fingerprint": join_fingerprints(self.models)}
         record_settings(manifest, {**settings, **known}, MAKER)
 
+    @property
+    def parts(self) -> PartFiles:
+        """Return the saved blocks."""
+        return PartFiles(self.folder / "parts")
+
+    def tally(self, stats: RunningStats, blocks: Sequence[int]) -> None:
+        """Add the rows of saved blocks; raise TooManyFailures if too many failed so far."""
+        for row in self.parts.rows(blocks):
+            stats.add(row)
+        stats.check(self.max_failed_fraction, ROWS_BEFORE_CHECK)
+
     def share(self) -> int | None:
         """Return the number of records of this shard; None if counting them is slow."""
         if (size := self.dataset.size()) is None:
@@ -114,7 +125,7 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
         TooManyFailures: Too many rows failed so far; this is checked after every block.
     """
     job = replace(job, models=[CheckedReward(model) for model in job.models])
-    parts, stats = PartFiles(job.folder / "parts"), RunningStats()
+    parts, stats = job.parts, RunningStats()
     drop_changed(job, parts)
     blocks: list[int] = []
     stamps: dict[int, list[str]] = {}
@@ -127,15 +138,11 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
                 yield from ((block, i, record) for i, record in todo)
 
     mine = (b for b in parts.blocks() if b % job.shard[1] == job.shard[0])
-    for row in parts.rows(parts.complete(mine)):
-        stats.add(row)
-    stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
+    job.tally(stats, parts.complete(mine))
     for block, rows in score_blocks(job, missing(), speed):
         parts.write(block, rows, stamps.pop(block))
-        for row in parts.rows([block]):
-            stats.add(row)
+        job.tally(stats, [block])
         watch(stats, speed)
-        stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     return blocks
 
 
