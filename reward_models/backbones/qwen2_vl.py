@@ -7,7 +7,7 @@ accounted for.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
+from flowalign.types import MediaBatch, PositiveInt
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -25,7 +27,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import CLIP_MEAN, CLIP_STD, normalise
-from reward_models.backbones.reward_bases import Unscorable
+from reward_models.backbones.reward_bases import NetworkReward, Unscorable
 
 PositionMode = Literal["sequential", "mrope"]
 Dtype = Literal["float32", "bfloat16"]
@@ -157,6 +159,20 @@ def build_network(
     }
     load_exactly(network, cast, source, unused=[r"lm_head\.weight"])
     return network
+
+
+@dataclass(eq=False, repr=False)
+class QwenReward(NetworkReward):
+    """Reward that reads the hidden states of such a network in a chat about images."""
+
+    _: KW_ONLY
+    dtype: Dtype = "bfloat16"
+    batch_size: PositiveInt = 8
+    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
+
+    @override
+    def examine(self, sample: MediaBatch) -> None:
+        check_chat(self.tokenizer, sample.prompts[0], sample.media)
 
 
 def check_chat(tokenizer: Any, prompt: str, *images: Float[Tensor, "... 3 _ _"]) -> None:

@@ -8,7 +8,7 @@ Source: EditReward, arXiv:2509.26346.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flowalign.types import MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import MediaBatch, RewardSpec
 from flowalign.utils.files import bundled
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
@@ -26,9 +26,8 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     read_weights,
 )
-from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward
+from reward_models.backbones.reward_bases import BatchScores
 from reward_models.preference.hpsv3 import preference_head
 
 Fusion = Literal["mean", "min", "sum"]
@@ -72,7 +71,7 @@ _BUNDLED = Instructions()
 
 
 @dataclass(eq=False, repr=False)
-class EditReward(NetworkReward):
+class EditReward(qwen2_vl.QwenReward):
     """Scores following, quality and overall, unbounded, each with its standard deviation.
 
     `checkpoint` is a file, a folder with `model.pth` or `model.safetensors`, or a hub repository
@@ -86,9 +85,6 @@ class EditReward(NetworkReward):
     base: str = "Qwen/Qwen2.5-VL-7B-Instruct"
     fusion: Fusion = "mean"
     instructions: Instructions = _BUNDLED
-    dtype: qwen2_vl.Dtype = "bfloat16"
-    batch_size: PositiveInt = field(default=8, kw_only=True)
-    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""

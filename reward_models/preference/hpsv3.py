@@ -11,16 +11,15 @@ whole model.
 Source: HPSv3++, arXiv:2606.14657.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from typing_extensions import override
 
-from flowalign.types import MediaBatch, PositiveInt, Range, RewardSpec
+from flowalign.types import MediaBatch, Range, RewardSpec
 from reward_models.backbones import qwen2_vl
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -28,9 +27,8 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     rename_tensors,
 )
-from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.reward_bases import BatchScores, NetworkReward
+from reward_models.backbones.reward_bases import BatchScores
 
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "hpsv3.txt").read_text(encoding="utf-8")
 TOKEN = "<|Reward|>"
@@ -39,7 +37,7 @@ PIXELS = 256 * 28 * 28
 
 
 @dataclass(eq=False, repr=False)
-class HPSv3(NetworkReward):
+class HPSv3(qwen2_vl.QwenReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
     `checkpoint` is a file, folder or hub repository with `HPSv3.safetensors`; `base` is one with
@@ -49,9 +47,6 @@ class HPSv3(NetworkReward):
     checkpoint: str = "MizzenAI/HPSv3"
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
     position_mode: qwen2_vl.PositionMode = "sequential"
-    dtype: qwen2_vl.Dtype = "bfloat16"
-    batch_size: PositiveInt = field(default=8, kw_only=True)
-    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""
@@ -73,10 +68,6 @@ class HPSv3(NetworkReward):
         return qwen2_vl.build_network(
             config, preference_head, read_tensors(path), path, self.position_mode, self.dtype
         )
-
-    @override
-    def examine(self, sample: MediaBatch) -> None:
-        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""
@@ -166,7 +157,7 @@ class ConditionedHead(nn.Module):
 
 
 @dataclass(eq=False, repr=False)
-class HPSv3PlusPlus(NetworkReward):
+class HPSv3PlusPlus(qwen2_vl.QwenReward):
     """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
     `checkpoint` is a file or folder with `hpsv3++.pth`; `base` has the config and tokenizer of
@@ -185,9 +176,6 @@ class HPSv3PlusPlus(NetworkReward):
     base: str = "Qwen/Qwen3-VL-8B-Instruct"
     capability: Grouping = "image"
     iteration: Annotated[float, Range(least=0, most=1)] = 0.0
-    dtype: qwen2_vl.Dtype = "bfloat16"
-    batch_size: PositiveInt = field(default=8, kw_only=True)
-    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""
@@ -207,10 +195,6 @@ class HPSv3PlusPlus(NetworkReward):
         path = find_file(self.checkpoint, _FILE)
         tensors = rename_tensors(read_tensors(path), _PARTS)
         return qwen2_vl.build_network(config, ConditionedHead, tensors, path, "mrope", self.dtype)
-
-    @override
-    def examine(self, sample: MediaBatch) -> None:
-        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Return mean and standard deviation of every image."""

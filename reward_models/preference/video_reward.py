@@ -25,7 +25,6 @@ from reward_models.backbones.checkpoints import (
     read_weights,
     rename_tensors,
 )
-from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import at_rate, resize
 from reward_models.backbones.prefix import (
     ClipCache,
@@ -34,7 +33,6 @@ from reward_models.backbones.prefix import (
     hash_clip,
     read_clips,
 )
-from reward_models.backbones.reward_bases import NetworkReward
 
 Normalisation = Literal["checkpoint", "published", "none"]
 INSTRUCTION = (Path(__file__).parents[1] / "instructions" / "video_reward.txt").read_text(
@@ -67,7 +65,7 @@ EXPECTED = {
 
 
 @dataclass(eq=False, repr=False)
-class VideoReward(NetworkReward):
+class VideoReward(qwen2_vl.QwenReward):
     """Scores VQ, MQ, TA and their sum, Overall, each standardised by a mean and standard deviation.
 
     `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`;
@@ -83,9 +81,7 @@ class VideoReward(NetworkReward):
     base: str | None = None
     position_mode: qwen2_vl.PositionMode = "sequential"
     normalisation: Normalisation = "checkpoint"
-    dtype: qwen2_vl.Dtype = "bfloat16"
     batch_size: PositiveInt = field(default=4, kw_only=True)
-    tokenizer: "transformers.Qwen2Tokenizer" = field(init=False)
     config: dict[str, Any] = field(init=False)
     _kept: dict[str, ClipCache] = field(default_factory=dict, init=False)
 
@@ -118,7 +114,7 @@ class VideoReward(NetworkReward):
 
     @override
     def examine(self, sample: MediaBatch) -> None:
-        qwen2_vl.check_chat(self.tokenizer, sample.prompts[0], sample.media[0])
+        super().examine(sample)
         self._chosen(sample, 0)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 4"]:
