@@ -41,6 +41,7 @@ def study(loss: str, base: str, siblings: int, chains: dict, only: int) -> Study
         steps=lambda _files, _place, _budget: UPDATES,
         rates=(2e-3, 4e-3),
         evaluations=1,
+        images=256,
         tuning_seed=101,
     )
 

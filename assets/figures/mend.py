@@ -74,7 +74,7 @@ def study(world: str) -> Study:
         name=f"mend_{world}",
         methods={name: [file] for name, file in files.items()},
         settings={n: (asked if n not in having else {}) | own.get(n, {}) for n in names},
-        budget=19_200 if world == "shapes" else 7_200,
+        budget=19_200 if world == "shapes" else 4_800,
         steps=steps_of,
         rates=(2e-3, 4e-3, 8e-3) if world == "shapes" else (2e-3, 4e-3),
         evaluations=1,
