@@ -5,12 +5,9 @@
     python assets/figures/credit_pays.py train runs/pays     # the same
     python assets/figures/credit_pays.py draw runs/pays      # credit_pays.json, credit_pays.png
 
-The world: a word of six letters, each a point in a plane with four corners. Letters have different
-sizes, so that they are decided at different noise levels. A small network learns the words of
-prompts. In the world `letters`, points are near corners, a third of them near a random one, and the
-reward is the share of right corners. In the world `points`, each is a Gaussian around its corner,
-and the reward is minus the mean squared distance. Noise of the reward depends on the content only.
-Everything else is flowalign: rollouts, credit, loss, update.
+`credit_pays_world.py` has the two worlds, `credit_pays_law.py` the arms and the law, and
+`credit_pays_toys.py` trains the toy models. Everything else is flowalign: rollouts, credit, loss,
+update.
 
 Predicted by the law before training (`credit_pays_law.json`), after a trial of the code with ten
 updates per arm: `mixed, late` ends above `outcome` for every reward, because it has siblings only
@@ -23,54 +20,52 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, variance
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from credit_pays_law import (
+    CHILDREN,
+    COMMON,
+    ODE,
+    Arm,
+    predicted_gains,
+    sibling_variances,
+    step_noise,
+)
+from credit_pays_world import (
+    ETA,
+    STEPS,
+    WORLDS,
+    Letters,
+    Words,
+    copy,
+    deviation,
+    distance,
+    held_out,
+    quality,
+    requests,
+    score,
+    stored_base,
+    words_of,
+)
 from scipy.stats import spearmanr, t
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowalign.credit import MixedAdvantage
 from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
-from flowalign.functional.advantage import group_mean
-from flowalign.functional.signal import inner_products, moments, sibling_gain
 from flowalign.losses import GRPO, PPOClip
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.session import compute_batch
 from flowalign.sampling import AllButLast, Chain, Comb, Sampling
-from flowalign.sampling.branching import Branching
 from flowalign.sampling.rollout import sample
-from flowalign.studies.probe.measure import gradients_of_steps
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
-from flowalign.training.rollouts.collecting import rollout
-from flowalign.types import (
-    MediaBatch,
-    ModelPlan,
-    Policy,
-    Request,
-    RewardModel,
-    RewardOutput,
-    RewardSpec,
-    plain_requests,
-)
-from flowalign.types.trajectory import sibling_ids
 from flowalign.utils.seeds import generator
 
 HERE = Path(__file__).parent
-SIZES = torch.tensor([2.0, 1.0, 0.6, 0.4, 0.3, 0.25])
-"""Distance of the corners of each letter from its centre."""
-WORLDS = {"letters": (0.1, 1 / 3), "points": (0.7, 0.0)}
-"""Deviation of a letter relative to its size, and share of random letters in the training data."""
-LETTERS = "ABCD"
-CORNERS = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]]) / 2**0.5
-STEPS, ETA, CHILDREN = 8, 0.7, 4
 NOISES = (0.0, 0.3, 0.6, 2.24)
 """Deviation of the reward noise in deviations of the reward; 2.24: a reader that explains 17 %."""
 RATES, TUNING_SEEDS, SEEDS = (2e-4, 6e-4, 2e-3), (101, 102), (0, 1, 2)
@@ -79,193 +74,17 @@ TUNED_AT = {0.0: 0.3, 0.3: 0.3, 0.6: 0.3, 2.24: 2.24}
 UPDATES = 24
 ALONE = Processes(0, 1, torch.device("cpu"))
 
-
-class Words(Policy):
-    """Small velocity network on words of six letters."""
-
-    evaluations_per_velocity = 1
-    precision = "fp32"
-
-    def __init__(self, width: int = 192):
-        torch.manual_seed(0)
-        inputs = 2 * len(SIZES) + len(LETTERS) * len(SIZES) + 6
-        self.denoiser = nn.Sequential(
-            nn.Linear(inputs, width),
-            nn.SiLU(),
-            nn.Linear(width, width),
-            nn.SiLU(),
-            nn.Linear(width, width),
-            nn.SiLU(),
-            nn.Linear(width, 2 * len(SIZES)),
-        )
-
-    def plan(self) -> ModelPlan:
-        """Return the sizes."""
-        size = sum(p.numel() for p in self.denoiser.parameters())
-        return ModelPlan((12,), size, size, 4, 4 * 32, self.schedule)
-
-    def load(self, device: torch.device) -> None:
-        """Do nothing; the network is in memory."""
-
-    def encode(self, requests: Sequence[Request]) -> dict[str, Tensor]:
-        """Return the letters as one-hot vectors."""
-        return {"word": torch.stack([one_hot(read(r.prompt)) for r in requests])}
-
-    def schedule(self, num_steps: int) -> Tensor:
-        """Return equal steps."""
-        return torch.linspace(1, 0, num_steps + 1)
-
-    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw initial states."""
-        return torch.randn(num_samples, 2 * len(SIZES), generator=generator)
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        """Return dx / dsigma."""
-        s = sigma.reshape(-1, 1).expand(len(x), 1)
-        times = torch.cat([s, s.square(), (3 * s).sin(), (9 * s).sin(), (9 * s).cos(), s.sqrt()], 1)
-        # The clean letter is small, so the network sees the state at the scale of its noise.
-        return self.denoiser(torch.cat([x, times, cond["word"]], 1)) + x
-
-    def decode(self, x: Tensor) -> Tensor:
-        """Return the latents as an image of four pixels."""
-        return (x / 16 + 0.5).clamp(0, 1).view(-1, 1, 3, 2, 2)
-
-    def embed(self, media: Tensor) -> Tensor:
-        """Return the latents of an image."""
-        return (media.flatten(1) - 0.5) * 16
-
-    def encoders(self) -> tuple[str, str]:
-        """Return the names of the encoders."""
-        return "none", "letters"
-
-    def save_weights(self, folder: str) -> None:
-        """Raise; nothing is saved."""
-        raise NotImplementedError
-
-    def load_weights(self, folder: str) -> None:
-        """Raise; nothing is saved."""
-        raise NotImplementedError
-
-    def verify_weights(self, folder: str) -> float:
-        """Raise; nothing is saved."""
-        raise NotImplementedError
-
-
-def read(prompt: str) -> Tensor:
-    """Return the letters of a prompt as indices."""
-    return torch.tensor([LETTERS.index(letter) for letter in prompt])
-
-
-def one_hot(words: Tensor) -> Tensor:
-    """Return words as vectors."""
-    return nn.functional.one_hot(words, len(LETTERS)).flatten(-2).float()
-
-
-def quality(world: str, x: Tensor, words: Tensor) -> Tensor:
-    """Return the exact reward."""
-    places = x.unflatten(-1, (len(SIZES), 2)) / SIZES[:, None]
-    far = torch.cdist(places[..., None, :], CORNERS.expand(*places.shape[:-1], 4, 2))[..., 0, :]
-    if world == "letters":
-        return (far.argmin(-1) == words).float().mean(-1)
-    return -far.gather(-1, words[..., None])[..., 0].square().mean(-1)
-
-
-class Letters(RewardModel):
-    """Exact reward, with noise of a given deviation that depends on the content."""
-
-    def __init__(self, world: str, noise: float):
-        self.world, self.noise = world, noise
-        self.spec = RewardSpec("letters", ("letters",), "any", (-1e3, 1e3), "Apache-2.0")
-        self.way = torch.randn(12, generator=torch.Generator().manual_seed(5))
-
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score the images."""
-        x = (batch.media.flatten(1) - 0.5) * 16
-        words = torch.stack([read(prompt) for prompt in batch.prompts])
-        noise = 2**0.5 * (1e4 * (x.double() @ self.way.double())).sin().float()
-        values = quality(self.world, x, words) + self.noise * noise
-        return RewardOutput.build(self.spec, values[:, None], {})
-
-
-def data(world: str, words: Tensor, g: torch.Generator) -> Tensor:
-    """Return clean latents of words."""
-    spread, share = WORLDS[world]
-    other = torch.randint(len(LETTERS), words.shape, generator=g)
-    wrong = torch.rand(words.shape, generator=g) < share
-    shown = CORNERS[torch.where(wrong, other, words)]
-    noise = torch.randn(*words.shape, 2, generator=g)
-    return ((shown + spread * noise) * SIZES[:, None]).flatten(1)
-
-
-def base(world: str) -> Words:
-    """Train the policy on the words of a world."""
-    policy, g = Words(), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(policy.denoiser.parameters(), lr=2e-3, weight_decay=0.0)
-    total = 6000
-    for step in range(total):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * (1 - step / total)
-        words = torch.randint(len(LETTERS), (512, len(SIZES)), generator=g)
-        clean, sigma = data(world, words, g), torch.rand(512, 1, generator=g)
-        e = torch.randn(clean.shape, generator=g)
-        v = policy.velocity((1 - sigma) * clean + sigma * e, sigma[:, 0], {"word": one_hot(words)})
-        loss = (v - (e - clean)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return policy
-
-
-def copy(policy: Words) -> Words:
-    """Return a copy."""
-    new = Words()
-    new.denoiser.load_state_dict(policy.denoiser.state_dict())
-    return new
-
-
-def stored_base(folder: Path, world: str) -> Words:
-    """Return the base policy of a world, trained once."""
-    policy, place = Words(), folder / f"{world}.safetensors"
-    if not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(base(world).denoiser.state_dict(), place)
-    policy.denoiser.load_state_dict(load_file(place))
-    return policy
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Credit with its layout; sizes cost about 1980 evaluations per update, or as many reward calls
-    as outcomes."""
-
-    prompts: int
-    trunks: int
-    samples: int
-    """Samples per trunk."""
-    branching: Branching
-    share: float | None
-
-    @property
-    def evaluations(self) -> int:
-        """Return the evaluations of an update: all sampled states, and one per trained state."""
-        layout = self.branching.seed_layout(self.samples, torch.tensor([ETA] * 7 + [0.0]))
-        window, rows = range(STEPS - 1), layout.rows
-        made = rows.owned & (layout.eta > 0)
-        sampled = sum(len(rows.unique_rows(k)) for k in range(STEPS))
-        trained = sum(len({*rows.source_row[made[:, k], k].tolist()}) for k in window)
-        return self.prompts * self.trunks * (sampled + trained)
-
-
-COMMON = Comb(children=CHILDREN, common_noise=True)
+SIBLINGS = Comb(children=CHILDREN, common_noise=True)
 LATE = Comb(children=CHILDREN, common_noise=True, splits=(5, 6))
 ARMS = {
     "outcome": Arm(11, 12, 1, Chain(), 0.0),
-    "comb, ODE": Arm(8, 2, 28, Comb(children=CHILDREN), 1.0),
-    "comb, common noise": Arm(10, 2, 22, COMMON, 1.0),
-    "mixed": Arm(10, 2, 22, COMMON, None),
+    ODE: Arm(8, 2, 28, Comb(children=CHILDREN), 1.0),
+    COMMON: Arm(10, 2, 22, SIBLINGS, 1.0),
+    "mixed": Arm(10, 2, 22, SIBLINGS, None),
     "mixed, late": Arm(12, 7, 7, LATE, None),
     "mixed, late, equal calls": Arm(3, 6, 7, LATE, None),
 }
+"""The last arm makes as many reward calls as outcomes, the others as many evaluations."""
 
 
 def recipe(arm: Arm) -> PolicyGradientSettings:
@@ -281,9 +100,8 @@ def recipe(arm: Arm) -> PolicyGradientSettings:
             micro_batch=4096,
         ),
         advantages=AdvantageConfig(scale="given", clip=None),
-        credit=MixedAdvantage(share=arm.share),
-        # Steps with more transitions get no more weight in the loss.
-        step_weight=[1.0] * 5 + [1 / CHILDREN] * 2 + [1.0] if arm.branching is LATE else "uniform",
+        credit=arm.credit,
+        step_weight=arm.step_weight,
         algorithm=GRPO(PPOClip(1e-2)),
         prompts_per_step=arm.prompts,
         micro_batch=4096,
@@ -291,51 +109,7 @@ def recipe(arm: Arm) -> PolicyGradientSettings:
     )
 
 
-def requests(seed: int, count: int) -> list[Request]:
-    """Return random words."""
-    words = torch.randint(4, (count, len(SIZES)), generator=torch.Generator().manual_seed(seed))
-    return plain_requests(["".join(LETTERS[i] for i in word) for word in words.tolist()])
-
-
-def held_out() -> list[Request]:
-    """Return the words of an evaluation."""
-    return requests(999, 256)
-
-
-def clean(policy: Words, eta: float) -> Tensor:
-    """Return clean latents of the held-out words, 4 each, by ODE (eta 0) or stochastic steps."""
-    cfg = Sampling(num_steps=STEPS, samples_per_prompt=4, eta=max(eta, 0.1), micro_batch=4096)
-    steps = tuple(range(STEPS - 1)) if eta else ()
-    seeds = [generator(7, "evaluation", i) for i in range(256)]
-    return sample(policy, held_out(), cfg, steps, seeds).state(STEPS)
-
-
-def words_of(samples: int) -> Tensor:
-    """Return the held-out words, each repeated."""
-    return torch.stack([read(r.prompt) for r in held_out()]).repeat_interleave(samples, 0)
-
-
-def score(policy: Words, world: str, eta: float) -> float:
-    """Return the exact reward on held-out words."""
-    return float(quality(world, clean(policy, eta), words_of(4)).mean())
-
-
-@torch.no_grad()
-def distance(policy: Words, start: Words, world: str) -> float:
-    """Return the mean squared difference of the velocities of policy and base, on noisy data."""
-    g, words = torch.Generator().manual_seed(3), words_of(4)
-    sigma = torch.rand(len(words), 1, generator=g)
-    x = (1 - sigma) * data(world, words, g) + sigma * torch.randn(len(words), 12, generator=g)
-    asked = x, sigma[:, 0], {"word": one_hot(words)}
-    return float((policy.velocity(*asked) - start.velocity(*asked)).square().mean())
-
-
-def deviation(start: Words, world: str) -> float:
-    """Return the deviation of the exact reward within a prompt, under stochastic sampling."""
-    return float(quality(world, clean(start, ETA), words_of(4)).view(-1, 4).var(1).mean().sqrt())
-
-
-def opened(
+def open_loop(
     start: Words, world: str, arm: str, noise: float, rate: float, seed: int
 ) -> PolicyGradientLoop:
     """Return the loop of an arm on a copy of the base."""
@@ -348,7 +122,7 @@ def opened(
 
 def run(start: Words, world: str, arm: str, noise: float, rate: float, seed: int) -> dict[str, Any]:
     """Train an arm, and return its evaluations."""
-    loop = opened(start, world, arm, noise, rate, seed)
+    loop = open_loop(start, world, arm, noise, rate, seed)
     policy, curve, began = loop.learner.policy, [], time.process_time()
     for done, _ in enumerate(loop.run(range(UPDATES)), 1):
         if done % (UPDATES // 4) == 0:
@@ -360,90 +134,25 @@ def run(start: Words, world: str, arm: str, noise: float, rate: float, seed: int
 
 def variances(start: Words, world: str, arm: str) -> tuple[Tensor, float]:
     """Return the variance among siblings of each step, and among a prompt's samples."""
-    cfg, steps = recipe(ARMS[arm]).sampling, tuple(range(STEPS - 1))
     seeds = [generator(11, "variance", i) for i in range(256)]
-    found = sample(start, held_out(), cfg, steps, seeds)
-    reward = quality(world, found.state(STEPS), words_of(found.group_size))
-    group, mask, each = sibling_ids(found), found.trained, torch.zeros(STEPS - 1)
-    for k in steps:
-        value, index = reward[mask[:, k], None], group[mask[:, k], k].unique(return_inverse=True)[1]
-        freedom = len(value) - int(index.max()) - 1
-        each[k] = (value - group_mean(value, index)).square().sum() / max(freedom, 1)
-    return each, float(reward.view(256, -1).var(1).mean())
-
-
-def gradients(start: Words, world: str, arm: str, noise: float, batches: int) -> dict[str, Any]:
-    """Return signal and noise of each step's gradient at the base, and the ratio of an update."""
-    loop = opened(start, world, arm, noise, 1e-3, 0)
-    cfg, rows = loop.cfg, []
-    for i in range(batches):
-        asked = loop.requests.batch(i, cfg.prompts_per_step)
-        batch = compute_batch(
-            cfg, loop.learner, loop, rollout(cfg.rollouts, loop.learner, asked, 0, i)
-        )
-        rows.append([g for _, g in gradients_of_steps(cfg, loop.learner, batch)])
-    found = moments(inner_products(rows, [1] * batches))
-    return {
-        "signal": found.signal.diagonal().tolist(),
-        "noise": found.noise.diagonal().tolist(),
-    }
-
-
-def law(own: dict[str, Tensor], total: float, s: float) -> dict[str, Tensor]:
-    """Return the predicted variance of each step's gradient of an update, up to a factor per step.
-
-    `own` are variances among siblings, `total` that of a prompt's samples, without the reward noise
-    s^2. The squared error of the own outcome, w + s, is not centred at the truth, so the outcome's
-    own part w counts twice.
-    """
-    k, w = CHILDREN, own["mixed"]
-    rest = (total - w).clamp(min=0)
-    best = rest / (rest + (w + s) / (k - 1))
-    outcome = total + s + w
-    mixed = (w + s) * (1 + best**2 / (k - 1)) + (1 - best) ** 2 * rest + w
-    siblings = {name: (own[name] + s) * k / (k - 1) + own[name] for name in own}
-    late = torch.where(torch.arange(STEPS - 1) > 4, mixed / 84 / k, outcome / 84)
-    return {
-        "outcome": outcome / 132,
-        "comb, ODE": siblings["comb, ODE"] / 16 / k,
-        "comb, common noise": siblings["comb, common noise"] / 20 / k,
-        "mixed": mixed / 20 / k,
-        "mixed, late": late,
-        "mixed, late, equal calls": late * 84 / 18,
-    }
+    cfg = recipe(ARMS[arm]).sampling
+    found = sample(start, held_out(), cfg, tuple(range(STEPS - 1)), seeds)
+    return sibling_variances(found, quality(world, found.state(STEPS), words_of(found.group_size)))
 
 
 def predict(folder: Path, world: str) -> dict[str, Any]:
     """Return what the law says before training, and the gradients at the base."""
     start = stored_base(folder, world)
     total = variances(start, world, "outcome")[1]
-    own = {n: variances(start, world, n)[0] for n in ("comb, ODE", "comb, common noise")}
-    own["mixed"] = own["comb, common noise"]
+    own = {name: variances(start, world, name)[0] for name in (ODE, COMMON)}
     measured = {
-        str(s): {name: gradients(start, world, name, s, 16) for name in ARMS} for s in (0.0, 2.24)
+        str(s): {n: step_noise(open_loop(start, world, n, s, 1e-3, 0), 16) for n in ARMS}
+        for s in (0.0, 2.24)
     }
-    # What does not depend on credit, the squared score of a step, is taken from one measurement.
-    score_norm = torch.tensor(measured["0.0"]["outcome"]["noise"]) / law(own, total, 0)["outcome"]
-    more = {"children": CHILDREN, "num_steps": STEPS}
-    ahead = torch.arange(STEPS - 2, -1, -1.0)
-    gain, per_step = {}, {}
-    for s in NOISES:
-        found = law(own, total, s**2 * total)
-        summed = {name: float((score_norm * v).sum()) for name, v in found.items()}
-        gain[str(s)] = {name: summed["outcome"] / v for name, v in summed.items()}
-        per_step[str(s)] = {
-            f"training costs {c:g}": sibling_gain(
-                own["mixed"], total, s**2 * total, ahead=ahead, training=c, **more
-            ).tolist()
-            for c in (1.0, 3.0)
-        }
     return {
         "reward": {"ode": score(start, world, 0.0), "sde": score(start, world, ETA)},
         "deviation": deviation(start, world),
-        "variance of outcomes": total,
-        "variance of siblings": {name: value.tolist() for name, value in own.items()},
-        "gain of siblings per step": per_step,
-        "predicted gain": gain,
+        **predicted_gains(ARMS, own, total, measured["0.0"]["outcome"]["noise"], NOISES),
         "gradients at the base": measured,
     }
 

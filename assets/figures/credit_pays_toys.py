@@ -1,0 +1,279 @@
+"""Train the arms of `credit_pays.py` on the toy models Shapes and Words.
+
+    python assets/figures/credit_pays_toys.py predict runs/toys   # before training
+    python assets/figures/credit_pays_toys.py tune runs/toys      # resumes
+    python assets/figures/credit_pays_toys.py train runs/toys     # the same
+    python assets/figures/credit_pays_toys.py collect runs/toys   # credit_pays_toys.json
+
+`--tasks`, `--arms` and `--seeds` select runs, so that several processes can share the work. The
+reward of Shapes is the weighted sum of configs/shapes.yaml, alone or with noise of 0.6 of its
+deviation that depends on the image only. Rates are tuned on training prompts with seed 101 and the
+exact reward.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, variance
+from typing import Any
+
+import torch
+import yaml
+from credit_pays_law import (
+    CHILDREN,
+    COMMON,
+    ODE,
+    Arm,
+    predicted_gains,
+    sibling_variances,
+    step_noise,
+)
+from credit_pays_world import ETA, STEPS
+from scipy.stats import t
+
+from flowalign import runs
+from flowalign.runs.config import Run, load
+from flowalign.runs.session import open_run
+from flowalign.sampling import Chain, Comb
+from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
+from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.files import write_json
+from reward_models.verifiers.shapes import ShapesVerifier
+
+HERE = Path(__file__).parent
+SHAPES_WEIGHTS = {"colour": 0.1, "shape": 0.1, "count": 0.1, "position": 0.1, "clean": 0.1} | {
+    "exact_match": 0.5
+}
+SHAPES_DEVIATION = 0.29
+"""Deviation of the reward within a prompt of Shapes, see `credit_pays_toys_law.json`."""
+TUNING_SEED, SEEDS = 101, range(5)
+
+
+class NoisyShapes(RewardModel):
+    """Weighted sum of the verifier of Shapes, with noise that depends on the image only."""
+
+    def __init__(self, noise: float):
+        self.noise, self.verifier = noise, ShapesVerifier()
+        self.spec = RewardSpec(
+            "noisy_shapes", ("noisy",), "image", (-1e3, 1e3), "Apache-2.0", version=f"{noise:g}"
+        )
+        self.way = torch.randn(3 * 32 * 32, generator=torch.Generator().manual_seed(5)).double()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the images."""
+        place = 1e3 * (batch.media.flatten(1).double().cpu() @ self.way)
+        exact = self.verifier.score(batch).values @ torch.tensor([*SHAPES_WEIGHTS.values()])
+        values = exact + self.noise * 2**0.5 * place.sin().float()
+        return RewardOutput.build(self.spec, values[:, None], {})
+
+
+def comb(*steps: int, common: bool = True) -> Comb:
+    """Return a comb with children at some steps, or at all."""
+    return Comb(children=CHILDREN, common_noise=common, splits=steps or None)
+
+
+CHAINS = Chain()
+SHAPES_ARMS = {
+    "outcome": Arm(11, 12, 1, CHAINS, 0.0),
+    ODE: Arm(8, 2, 28, comb(common=False), 1.0),
+    COMMON: Arm(10, 2, 22, comb(), 1.0),
+    "mixed": Arm(10, 2, 22, comb(), None),
+    "mixed, late": Arm(10, 6, 10, comb(4, 5, 6), None),
+}
+WORDS_ARMS = {
+    "outcome": Arm(16, 6, 1, CHAINS, 0.0),
+    "mixed, late": Arm(10, 6, 7, comb(5, 6), None),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Model and reward, with the arms that are compared."""
+
+    toy: str
+    """Name of the model in paths."""
+    file: str
+    """Run file."""
+    arms: Mapping[str, Arm]
+    updates: int
+    rewards: list[dict[str, Any]] | None
+    """Rewards that replace those of the run file. None: its own."""
+    metrics: tuple[str, ...]
+    """Reported metrics; the first selects rates. quality: the weighted sum of Shapes."""
+    noise: float = 0.0
+    """Reward noise in deviations."""
+
+
+def shapes_task(noise: float) -> Task:
+    """Return a task on Shapes with noise of some deviations."""
+    init = {"noise": noise * SHAPES_DEVIATION}
+    noisy = {"class_path": "credit_pays_toys.NoisyShapes", "init_args": init, "weight": 1.0}
+    rewards, metrics = (
+        [noisy, {"class_path": "reward_models.ShapesVerifier"}],
+        ("quality", "exact_match"),
+    )
+    return Task("shapes", "configs/shapes.yaml", SHAPES_ARMS, 16, rewards, metrics, noise)
+
+
+def words_task(rewards: list[dict[str, Any]] | None) -> Task:
+    """Return a task on Words with some rewards."""
+    metrics = "letters", "exact_match"
+    return Task("words", "configs/words_flow_grpo.yaml", WORDS_ARMS, 30, rewards, metrics)
+
+
+GLYPHS = {
+    "class_path": "reward_models.WordsVerifier",
+    "weight": {"letters": 0.8, "colour": 0.1, "font": 0.1},
+}
+TASKS = {
+    "shapes": shapes_task(0.0),
+    "shapes, noise 0.6": shapes_task(0.6),
+    "words": words_task([GLYPHS]),
+    "words, OCR": words_task(None),
+}
+RATES = {"shapes": (2e-3, 4e-3, 8e-3), "words": (1e-3, 2e-3, 4e-3)}
+"""Rates that are tried on each toy model, with the exact reward."""
+
+
+def settings(task: Task, arm: Arm) -> dict[str, Any]:
+    """Return the settings of an arm that differ from the run file."""
+    sampling: dict[str, Any] = {
+        "samples_per_prompt": arm.trunks * arm.samples,
+        "seeds_per_prompt": arm.trunks,
+        "eta": ETA,
+        "sde_window": {"class_path": "flowalign.sampling.AllButLast"},
+    }
+    if isinstance(arm.branching, Comb):
+        layout = {name: v for name, v in asdict(arm.branching).items() if v is not None}
+        layout |= {"splits": list(layout["splits"])} if "splits" in layout else {}
+        sampling["branching"] = {"class_path": "flowalign.sampling.Comb", "init_args": layout}
+    credit = {"class_path": "flowalign.credit.MixedAdvantage", "init_args": {"share": arm.share}}
+    recipe = {
+        "prompts_per_step": arm.prompts,
+        "advantages": {"scale": "given"},
+        "credit": credit,
+        "step_weight": arm.step_weight,
+        "sampling": sampling,
+    }
+    changed = {"num_steps": task.updates, "recipe": recipe}
+    return changed if task.rewards is None else changed | {"rewards": task.rewards}
+
+
+def load_arm(folder: Path, name: str, task: Task, arm: Arm, *options: str) -> tuple[Run, Any]:
+    """Return the run of an arm, and its resolved settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{name}.yaml"
+    place.write_text(yaml.safe_dump(settings(task, arm) | {"output_dir": str(folder / name)}))
+    return load([task.file, str(place)], options)
+
+
+def predict(folder: Path, task: Task, prompts: int = 64, batches: int = 8) -> dict[str, Any]:
+    """Return what the law says before training, and the gradients at the base."""
+    own, total, noise = {}, 0.0, {}
+    for name in ("outcome", ODE, COMMON):
+        run, _ = load_arm(folder, "predict", task, SHAPES_ARMS[name])
+        recipe, parts = require_policy_gradient(run.recipe), open_run(run)
+        loop = parts.build_loop(run)
+        found = rollout(recipe.rollouts, parts.learner, loop.requests.batch(0, prompts), 0, 0)
+        values = completion_values(recipe.rollouts, parts.learner, parts.rewards, found)
+        used = torch.where(parts.rewards.weights != 0, values([STEPS])[:, 0], 0.0)
+        own[name], spread = sibling_variances(found, used @ parts.rewards.weights)
+        if name == "outcome":
+            total, noise = spread, step_noise(loop, batches)
+    found = predicted_gains(task.arms, own, total, noise["noise"], (0.0, 0.6))
+    return found | {"gradients of outcomes": noise}
+
+
+def run_name(part: str, task: str, arm: str, rate: float, seed: int) -> str:
+    """Return the name of a run's folder."""
+    return f"{part}-{task}-{arm}-{rate:g}-{seed}".replace(",", "").replace(" ", "_")
+
+
+def train(folder: Path, part: str, name: str, arm: str, rate: float, seed: int) -> None:
+    """Train a run unless it is finished."""
+    task, run = TASKS[name], run_name(part, name, arm, rate, seed)
+    if (folder / run / "summary.json").exists():
+        return
+    options = [f"--seed={seed}", f"--optimizer.learning_rate={rate}"]
+    if part == "tune":
+        prompts = f"assets/{task.toy}/prompts/train.txt"
+        options += [f"--evaluation.prompts.{split}={prompts}" for split in ("seen", "unseen")]
+    cfg, text = load_arm(folder, run, task, task.arms[arm], *options)
+    runs.train(runs.start(cfg, text, print, overwrite=(folder / run).exists()))
+
+
+def read_run(folder: Path, part: str, name: str, arm: str, rate: float, seed: int) -> dict | None:
+    """Return the final metrics and the costs of a run; None if it is not finished."""
+    place = folder / run_name(part, name, arm, rate, seed) / "summary.json"
+    if not place.exists():
+        return None
+    summary = json.loads(place.read_text())
+    after = summary["after"] | {
+        "quality": sum(w * summary["after"].get(dim, 0.0) for dim, w in SHAPES_WEIGHTS.items())
+    }
+    found = {metric: after[metric] for metric in (*TASKS[name].metrics, "pixel_distance")}
+    return found | {cost: summary[cost] for cost in ("network_evaluations", "reward_calls")}
+
+
+def best_rate(folder: Path, name: str, arm: str) -> float:
+    """Return the rate with the best trial; trials share the exact reward."""
+    toy, metric = TASKS[name].toy, TASKS[name].metrics[0]
+    found = {r: read_run(folder, "tune", toy, arm, r, TUNING_SEED) for r in RATES[toy]}
+    if None in found.values():
+        raise SystemExit(f"{arm} has no trials of {toy}: run tune first")
+    return max(found, key=lambda rate: found[rate][metric])
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Return the final metrics of each seed, and the detectable differences."""
+    content: dict[str, Any] = {}
+    for name, task in TASKS.items():
+        rates = {arm: best_rate(folder, name, arm) for arm in task.arms}
+        finals = {
+            arm: [read_run(folder, "train", name, arm, rates[arm], seed) for seed in SEEDS]
+            for arm in task.arms
+        }
+        finals = {arm: [row for row in rows if row] for arm, rows in finals.items()}
+        count = min(len(rows) for rows in finals.values())
+        if count < 2:
+            continue
+        content[name] = {"rates": rates, "final": finals, "detectable": {}}
+        for metric in task.metrics:
+            spread = mean(variance([one[metric] for one in rows]) for rows in finals.values())
+            # The standard error of a difference of two means, times the quantile of t.
+            freedom = sum(len(rows) - 1 for rows in finals.values())
+            half = float(t.ppf(0.975, freedom)) * (2 * spread / count) ** 0.5
+            content[name]["detectable"][metric] = half
+    return content
+
+
+def main() -> None:
+    """Run the requested part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("predict", "tune", "train", "collect"))
+    parser.add_argument("folder", type=Path, help="folder of the runs")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--arms", nargs="+", help="arms (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--rates", nargs="+", type=float, help="rates to try (default: all)")
+    args = parser.parse_args()
+    asked = [(n, arm) for n in args.tasks for arm in TASKS[n].arms if arm in (args.arms or [arm])]
+    if args.what == "predict":
+        found = {n: predict(args.folder, TASKS[n]) for n in args.tasks if n in RATES}
+        write_json(HERE / "credit_pays_toys_law.json", found)
+    for name, arm in asked:
+        if args.what == "tune" and name in RATES:
+            for rate in args.rates or RATES[name]:
+                train(args.folder, "tune", name, arm, rate, TUNING_SEED)
+        if args.what == "train":
+            for seed in args.seeds:
+                train(args.folder, "train", name, arm, best_rate(args.folder, name, arm), seed)
+    if args.what == "collect":
+        write_json(HERE / "credit_pays_toys.json", collect(args.folder))
+
+
+if __name__ == "__main__":
+    main()
