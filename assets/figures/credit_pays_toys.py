@@ -7,8 +7,8 @@
 
 `--tasks`, `--arms` and `--seeds` select runs, so that several processes can share the work. The
 reward of Shapes is the weighted sum of configs/shapes.yaml, alone or with noise of 0.6 of its
-deviation that depends on the image only. Rates are tuned on training prompts with seed 101 and the
-exact reward.
+deviation that depends on the image only. Rates are tuned with seed 101 and the exact reward, for
+half of the updates, on training prompts.
 """
 
 import argparse
@@ -53,21 +53,22 @@ TUNING_SEED, SEEDS = 101, range(5)
 
 
 class NoisyShapes(RewardModel):
-    """Weighted sum of the verifier of Shapes, with noise that depends on the image only."""
+    """Verifier of Shapes, with the weighted sum and noise that depends on the image as `noisy`."""
 
     def __init__(self, noise: float):
         self.noise, self.verifier = noise, ShapesVerifier()
-        self.spec = RewardSpec(
-            "noisy_shapes", ("noisy",), "image", (-1e3, 1e3), "Apache-2.0", version=f"{noise:g}"
-        )
+        dims, scale = ("noisy", *self.verifier.spec.dims), (-1e3, 1e3)
+        name = "noisy_shapes"
+        self.spec = RewardSpec(name, dims, "image", scale, "Apache-2.0", version=f"{noise:g}")
         self.way = torch.randn(3 * 32 * 32, generator=torch.Generator().manual_seed(5)).double()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score the images."""
         place = 1e3 * (batch.media.flatten(1).double().cpu() @ self.way)
-        exact = self.verifier.score(batch).values @ torch.tensor([*SHAPES_WEIGHTS.values()])
-        values = exact + self.noise * 2**0.5 * place.sin().float()
-        return RewardOutput.build(self.spec, values[:, None], {})
+        exact = self.verifier.score(batch).values
+        sums = exact @ torch.tensor([*SHAPES_WEIGHTS.values()])
+        noisy = sums + self.noise * 2**0.5 * place.sin().float()
+        return RewardOutput.build(self.spec, torch.cat([noisy[:, None], exact], 1), {})
 
 
 def comb(*steps: int, common: bool = True) -> Comb:
@@ -109,13 +110,10 @@ class Task:
 
 def shapes_task(noise: float) -> Task:
     """Return a task on Shapes with noise of some deviations."""
-    init = {"noise": noise * SHAPES_DEVIATION}
-    noisy = {"class_path": "credit_pays_toys.NoisyShapes", "init_args": init, "weight": 1.0}
-    rewards, metrics = (
-        [noisy, {"class_path": "reward_models.ShapesVerifier"}],
-        ("quality", "exact_match"),
-    )
-    return Task("shapes", "configs/shapes.yaml", SHAPES_ARMS, 16, rewards, metrics, noise)
+    init, name = {"noise": noise * SHAPES_DEVIATION}, "credit_pays_toys.NoisyShapes"
+    rewards = [{"class_path": name, "init_args": init, "weight": {"noisy": 1.0}}]
+    metrics = "quality", "exact_match"
+    return Task("shapes", "configs/shapes.yaml", SHAPES_ARMS, 12, rewards, metrics, noise)
 
 
 def words_task(rewards: list[dict[str, Any]] | None) -> Task:
@@ -201,6 +199,7 @@ def train(folder: Path, part: str, name: str, arm: str, rate: float, seed: int) 
     if part == "tune":
         prompts = f"assets/{task.toy}/prompts/train.txt"
         options += [f"--evaluation.prompts.{split}={prompts}" for split in ("seen", "unseen")]
+        options += [f"--num_steps={task.updates // 2}"]
     cfg, text = load_arm(folder, run, task, task.arms[arm], *options)
     runs.train(runs.start(cfg, text, print, overwrite=(folder / run).exists()))
 
