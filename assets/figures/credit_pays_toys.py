@@ -237,26 +237,41 @@ def best_rate(folder: Path, name: str, arm: str) -> float:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Return the final metrics of each seed, and the detectable differences."""
-    content: dict[str, Any] = {}
+    """Return the results of each task, for the arms with at least two seeds."""
+    law_of, content = json.loads((HERE / "credit_pays_toys_law.json").read_text()), {}
     for name, task in TASKS.items():
-        rates = {arm: best_rate(folder, name, arm) for arm in task.arms}
-        finals = {
-            arm: [read_run(folder, "train", name, arm, rates[arm], seed) for seed in SEEDS]
-            for arm in task.arms
-        }
-        finals = {arm: [row for row in rows if row] for arm, rows in finals.items()}
-        count = min(len(rows) for rows in finals.values())
-        if count < 2:
-            continue
-        content[name] = {"rates": rates, "final": finals, "detectable": {}}
-        for metric in task.metrics:
-            spread = mean(variance([one[metric] for one in rows]) for rows in finals.values())
-            # The standard error of a difference of two means, times the quantile of t.
-            freedom = sum(len(rows) - 1 for rows in finals.values())
-            half = float(t.ppf(0.975, freedom)) * (2 * spread / count) ** 0.5
-            content[name]["detectable"][metric] = half
+        arms, rates = {}, {}
+        for arm in task.arms:
+            rates[arm] = best_rate(folder, name, arm)
+            rows = [read_run(folder, "train", name, arm, rates[arm], seed) for seed in SEEDS]
+            known = [row for row in rows if row]
+            arms |= {arm: known} if len(known) > 1 else {}
+        if len(arms) > 1:
+            content[name] = {"rates": rates, "final": arms} | summarise(task, arms, law_of)
     return content
+
+
+def summarise(task: Task, arms: Mapping[str, list[dict]], law_of: Mapping) -> dict[str, Any]:
+    """Return means, detectable differences, and predicted and real gains over outcomes."""
+    metric, found = task.metrics[0], {}
+    for name in task.metrics:
+        spread = sum((len(r) - 1) * variance([one[name] for one in r]) for r in arms.values())
+        freedom = sum(len(rows) - 1 for rows in arms.values())
+        count = min(len(rows) for rows in arms.values())
+        # The standard error of a difference of two means, times the quantile of t.
+        half = float(t.ppf(0.975, freedom)) * (2 * spread / freedom / count) ** 0.5
+        found[name] = half
+    values = {arm: [row[metric] for row in rows] for arm, rows in arms.items()}
+    before, centre = arms["outcome"][0]["before"], mean(values["outcome"])
+    gains = law_of[task.toy]["predicted gain"][str(task.noise)]
+    real = {arm: (mean(v) - centre) / (centre - before) for arm, v in values.items()}
+    return {
+        "values": values,
+        "before": before,
+        "detectable": found[metric],
+        "detectable of all metrics": found,
+        "pairs": [(gains[arm], real[arm]) for arm in values if arm != "outcome"],
+    }
 
 
 def main() -> None:
