@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import mean, variance
 from typing import Any
 
+import numpy as np
 import torch
 from credit_pays_law import (
     CHILDREN,
@@ -195,23 +196,34 @@ def complete(folder: Path, wanted: Sequence[Asked], part: str) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
+def at_equal_distance(
+    first: Sequence[dict[str, float]], second: Sequence[dict[str, float]], start: float
+) -> list[float]:
+    """Return the rewards of two runs at the largest distance to the base that both reached."""
+    reached = min(max(row["distance"] for row in curve) for curve in (first, second))
+    curves = [[(0.0, start)] + [(r["distance"], r["ode"]) for r in c] for c in (first, second)]
+    return [float(np.interp(reached, *zip(*sorted(curve), strict=True))) for curve in curves]
+
+
 def results(folder: Path) -> dict[str, Any]:
     """Return the final rewards and distances, the gains over outcome, and their agreement."""
     rows = stored(folder)
     predicted = json.loads((HERE / "credit_pays_law.json").read_text())
     found: dict[str, Any] = {"rates": {}, "final": {}, "gain": {}, "detectable": {}}
+    found["at equal distance"] = {}
     pairs = []
     for world in WORLDS:
         found["rates"][world] = {
             str(s): {arm: best_rate(rows, world, arm, s) for arm in ARMS} for s in (0.3, 2.24)
         }
         for noise in NOISES:
-            name, last = f"{world}, {noise:g}", {}
+            name, last, courses = f"{world}, {noise:g}", {}, {}
             for arm in ARMS:
                 rate = best_rate(rows, world, arm, noise)
                 asked = ("train", world, arm, noise, rate)
                 same = [r for r in rows if key(r)[:5] == asked]
                 last[arm] = {r["seed"]: r["curve"][-1] for r in same}
+                courses[arm] = {r["seed"]: r["curve"] for r in same if len(r["curve"]) > 1}
             found["final"][name] = {
                 arm: {m: [one[m] for one in seeds.values()] for m in ("ode", "sde", "distance")}
                 for arm, seeds in last.items()
@@ -229,6 +241,10 @@ def results(folder: Path) -> dict[str, Any]:
                 arm: mean(one["ode"] for one in seeds.values()) - centre
                 for arm, seeds in last.items()
             }
+            found["at equal distance"][name] = [
+                at_equal_distance(courses["outcome"][seed], courses["mixed, late"][seed], start)
+                for seed in courses["outcome"].keys() & courses["mixed, late"].keys()
+            ]
             for arm in ARMS:
                 if arm != "outcome":
                     real = found["gain"][name][arm] / (centre - start)

@@ -116,12 +116,12 @@ class Task:
     """Reward noise in deviations; 2.24: a reader that explains 17 % of the variance."""
 
 
-def shapes_task(noise: float) -> Task:
+def shapes_task(noise: float, updates: int = 12) -> Task:
     """Return a task on Shapes with noise of some deviations."""
     init, name = {"noise": noise * SHAPES_DEVIATION}, "credit_pays_toys.NoisyShapes"
     rewards = [{"class_path": name, "init_args": init, "weight": {"noisy": 1.0}}]
-    metrics = "quality", "exact_match"
-    return Task("shapes", "configs/shapes.yaml", SHAPES_ARMS, 12, rewards, metrics, None, noise)
+    file, metrics = "configs/shapes.yaml", ("quality", "exact_match")
+    return Task("shapes", file, SHAPES_ARMS, updates, rewards, metrics, None, noise)
 
 
 def words_task(rewards: list[dict[str, Any]] | None, late: float, noise: float) -> Task:
@@ -136,6 +136,7 @@ GLYPHS = {
 }
 TASKS = {
     "shapes": shapes_task(0.0),
+    "shapes, longer": shapes_task(0.0, updates=30),
     "shapes, noise 0.6": shapes_task(0.6),
     "words": words_task([GLYPHS], 2e-3, 0.0),
     "words, fast": words_task([GLYPHS], 4e-3, 0.0),
