@@ -76,7 +76,7 @@ def draw_law(panel: Any) -> None:
     )
     gains = {
         "Shapes": toys["shapes"][each]["0.0"]["training costs 3"],
-        "Words, glyphs": law_of["Words"]["glyph"]["gain"],
+        "Words, glyphs": toys["words"][each]["0.0"]["training costs 3"],
         "Words, OCR reader": law_of["Words"]["ocr"]["gain"],
         "letters": law_of["letters"][each]["0.0"]["training costs 3"],
         "letters, noise 2.24": law_of["letters"][each]["2.24"]["training costs 3"],

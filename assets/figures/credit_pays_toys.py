@@ -233,27 +233,27 @@ def read_run(folder: Path, part: str, name: str, arm: str, rate: float, seed: in
     return found | {cost: summary[cost] for cost in ("network_evaluations", "reward_calls")}
 
 
-def best_rate(folder: Path, name: str, arm: str) -> float:
-    """Return the rate of an arm; on Shapes the one with the best trial."""
+def best_rate(folder: Path, name: str, arm: str) -> float | None:
+    """Return the rate of an arm, on Shapes the one with the best trial; None without all trials."""
     if (rates := TASKS[name].rates) is not None:
         return rates[arm]
     found = {rate: read_run(folder, "tune", "shapes", arm, rate, TUNING_SEED) for rate in RATES}
     trials = {rate: row["quality"] for rate, row in found.items() if row}
-    if len(trials) < len(RATES):
-        raise SystemExit(f"{arm} has {len(trials)} of {len(RATES)} trials: run tune first")
-    return max(trials, key=lambda rate: trials[rate])
+    return max(trials, key=lambda rate: trials[rate]) if len(trials) == len(RATES) else None
 
 
 def collect(folder: Path) -> dict[str, Any]:
     """Return the results of each task, for the arms with at least two seeds."""
     law_of, content = json.loads((HERE / "credit_pays_toys_law.json").read_text()), {}
     for name, task in TASKS.items():
-        arms, rates = {}, {}
-        for arm in task.arms:
-            rates[arm] = best_rate(folder, name, arm)
-            rows = [read_run(folder, "train", name, arm, rates[arm], seed) for seed in SEEDS]
-            known = [row for row in rows if row]
-            arms |= {arm: known} if len(known) > 1 else {}
+        rates = {arm: best_rate(folder, name, arm) for arm in task.arms}
+        rows = {
+            arm: [read_run(folder, "train", name, arm, rate, seed) for seed in SEEDS]
+            for arm, rate in rates.items()
+            if rate is not None
+        }
+        known = {arm: [row for row in each if row] for arm, each in rows.items()}
+        arms = {arm: each for arm, each in known.items() if len(each) > 1}
         if len(arms) > 1:
             content[name] = {"rates": rates, "final": arms} | summarise(task, arms, law_of)
     return content
@@ -272,14 +272,30 @@ def summarise(task: Task, arms: Mapping[str, list[dict]], law_of: Mapping) -> di
     values = {arm: [row[metric] for row in rows] for arm, rows in arms.items()}
     before, centre = arms["outcome"][0]["before"], mean(values["outcome"])
     gains = law_of[task.toy]["predicted gain"][str(task.noise)]
-    real = {arm: (mean(v) - centre) / (centre - before) for arm, v in values.items()}
+    # Without a gain of outcomes, the gains of other arms have no scale.
+    others = [arm for arm in values if arm != "outcome" and centre > before]
+    real = {arm: (mean(values[arm]) - centre) / (centre - before) for arm in others}
     return {
         "values": values,
         "before": before,
         "detectable": found[metric],
         "detectable of all metrics": found,
-        "pairs": [(gains[arm], real[arm]) for arm in values if arm != "outcome"],
+        "pairs": [(gains[arm], gain) for arm, gain in real.items()],
     }
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Run the trials or the training of the selected arms."""
+    chosen = [(n, arm) for n in args.tasks for arm in TASKS[n].arms if arm in (args.arms or [arm])]
+    for name, arm in chosen:
+        if args.what == "train":
+            if (rate := best_rate(args.folder, name, arm)) is None:
+                raise SystemExit(f"{arm} has not all trials on Shapes: run tune first")
+            for seed in args.seeds:
+                train(args.folder, "train", name, arm, rate, seed)
+        elif name == "shapes":
+            for rate in RATES:
+                train(args.folder, "tune", name, arm, rate, TUNING_SEED)
 
 
 def main() -> None:
@@ -290,21 +306,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--arms", nargs="+", help="arms (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--rates", nargs="+", type=float, help="rates to try (default: all)")
     args = parser.parse_args()
-    asked = [(n, arm) for n in args.tasks for arm in TASKS[n].arms if arm in (args.arms or [arm])]
     if args.what == "predict":
         found = {n: predict(args.folder, TASKS[n]) for n in ("shapes", "words")}
         write_json(HERE / "credit_pays_toys_law.json", found)
-    for name, arm in asked:
-        if args.what == "tune" and name == "shapes":
-            for rate in args.rates or RATES:
-                train(args.folder, "tune", name, arm, rate, TUNING_SEED)
-        if args.what == "train":
-            for seed in args.seeds:
-                train(args.folder, "train", name, arm, best_rate(args.folder, name, arm), seed)
-    if args.what == "collect":
+    elif args.what == "collect":
         write_json(HERE / "credit_pays_toys.json", collect(args.folder))
+    else:
+        run_all(args)
 
 
 if __name__ == "__main__":
