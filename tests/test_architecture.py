@@ -3,8 +3,9 @@
 import ast
 import importlib.util
 import re
-from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.fixtures import zygote
 
@@ -27,12 +28,10 @@ def _lines(node: FUNCTIONS) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def over_budget(source: str) -> list[str]:
+def over_budget(nodes: list[ast.AST]) -> list[str]:
     """Objects that are too large, by name."""
     found = []
-    if (lines := len(source.splitlines())) > MAX_FILE:
-        found.append(f"file: {lines} lines")
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, FUNCTIONS):
             if _lines(node) > MAX_FUNCTION:
                 found.append(f"{node.name}: {_lines(node)} lines")
@@ -45,14 +44,27 @@ def over_budget(source: str) -> list[str]:
     return found
 
 
-def found_in_files(measure: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """Results of a measure on the sources of the packages, by file."""
-    found = {str(path.relative_to(ROOT)): measure(source) for path, source in SOURCES.items()}
-    return {name: faults for name, faults in found.items() if faults}
+def nodes_of(source: str) -> list[ast.AST]:
+    """All nodes of a source, which takes longer than to look at them."""
+    return list(ast.walk(ast.parse(source)))
 
 
-def test_files_functions_and_classes_stay_within_their_budgets():
-    assert found_in_files(over_budget) == {}
+@pytest.fixture(scope="module")
+def faults() -> dict[str, dict[str, list[str]]]:
+    """What each measure of nodes finds, by its name and by file; each file is parsed once."""
+    found = {measure.__name__: {} for measure in MEASURES}
+    for path, source in SOURCES.items():
+        nodes = nodes_of(source)
+        for measure in MEASURES:
+            if faults := measure(nodes):
+                found[measure.__name__][str(path.relative_to(ROOT))] = faults
+    return found
+
+
+def test_files_functions_and_classes_stay_within_their_budgets(faults):
+    assert faults["over_budget"] == {}
+    lines = {str(path): len(source.splitlines()) for path, source in SOURCES.items()}
+    assert {path for path, count in lines.items() if count > MAX_FILE} == set()
 
 
 def test_every_package_is_measured():
@@ -65,13 +77,9 @@ def test_the_measure_finds_what_is_too_large():
     long = "def long():\n" + "    x = 1\n" * 45
     wide = f"def wide(self, {names}): ...\n"
     crowd = "class Crowd:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(17))
-    assert over_budget(long + wide + crowd) == [
-        "long: 46 lines",
-        "wide: 9 parameters",
-        "Crowd: 17 methods",
-    ]
-    assert over_budget("x = 1\n" * 401) == ["file: 401 lines"]
-    assert over_budget("def fine(self, a, b, c, d, e, f, g, h): ...\n") == []
+    found = over_budget(nodes_of(long + wide + crowd))
+    assert found == ["long: 46 lines", "wide: 9 parameters", "Crowd: 17 methods"]
+    assert over_budget(nodes_of("def fine(self, a, b, c, d, e, f, g, h): ...\n")) == []
 
 
 def test_every_module_lies_in_a_room():
@@ -88,10 +96,10 @@ COMPLETED = {
 """Files that set attributes of such objects from outside, and why."""
 
 
-def completed_outside(source: str) -> list[str]:
+def completed_outside(nodes: list[ast.AST]) -> list[str]:
     """Assignments to an attribute of a loop, rewards, values or a policy; costs are counters."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             owner = ast.unparse(node.value).split(".")
             if COMPLETE.intersection(owner) and "costs" not in owner:
@@ -99,18 +107,15 @@ def completed_outside(source: str) -> list[str]:
     return found
 
 
-def test_objects_are_complete_after_construction():
-    found = found_in_files(completed_outside)
-    assert found.keys() == COMPLETED.keys(), found
-    assert completed_outside("loop.a = self.policy.b.c = 1\nself.loop = other.x = 2") == [
-        "loop.a",
-        "self.policy.b.c",
-    ]
+def test_objects_are_complete_after_construction(faults):
+    assert faults["completed_outside"].keys() == COMPLETED.keys(), faults["completed_outside"]
+    source = "loop.a = self.policy.b.c = 1\nself.loop = other.x = 2"
+    assert completed_outside(nodes_of(source)) == ["loop.a", "self.policy.b.c"]
 
 
 def test_no_code_asks_which_kind_of_run_it_has():
     asks = re.compile(r"isinstance\(\s*(?:\w+\.)*run\s*,|isinstance\([^()]*\bRun\b")
-    assert found_in_files(asks.findall) == {}
+    assert {str(path) for path, source in SOURCES.items() if asks.search(source)} == set()
     assert asks.findall("isinstance(cfg.run, X) or isinstance(x, Run)")
 
 
@@ -122,8 +127,7 @@ def test_test_modules_share_only_fixtures():
             path.read_text(),
             re.M,
         )
-        shared = {a or b for a, b in found} - {"tests.test_architecture"}
-        assert shared == set(), path
+        assert {a or b for a, b in found} == set(), path
 
 
 def test_the_servers_of_the_tests_import_modules_that_exist():
@@ -133,10 +137,10 @@ def test_the_servers_of_the_tests_import_modules_that_exist():
     assert [name for name in own if importlib.util.find_spec(name) is None] == []
 
 
-def _find_texts_of_the_locale(source: str) -> list[str]:
+def texts_of_the_locale(nodes: list[ast.AST]) -> list[str]:
     """Calls that read or write text in the encoding of the user's locale."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         name, words = node.func.attr, [one.arg for one in node.keywords]
@@ -150,5 +154,49 @@ def _find_texts_of_the_locale(source: str) -> list[str]:
 MODES = ("r", "w", "a", "x")
 
 
-def test_no_file_depends_on_the_locale():
-    assert found_in_files(_find_texts_of_the_locale) == {}
+def test_no_file_depends_on_the_locale(faults):
+    assert faults["texts_of_the_locale"] == {}
+
+
+FRAGMENTS = ("Of", "As", "Those", "Never", "Nothing", "Always", "Also", "Ditto")
+"""First words of docstrings that are not a sentence."""
+
+
+def opening_faults(nodes: list[ast.AST]) -> list[str]:
+    """What docstrings of a module, its classes and functions begin or end badly, by name."""
+    found = []
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in nodes:
+        if not isinstance(node, kinds) or not (text := ast.get_docstring(node)):
+            continue
+        name, opening = getattr(node, "name", "module"), text.partition("\n\n")[0].strip()
+        if opening.split()[0].strip(",.:") in FRAGMENTS:
+            found.append(f"{name} begins with {opening.split()[0]!r}")
+        if opening[-1] not in ".:?!":
+            found.append(f"{name} ends with {opening[-1]!r}")
+        if opening[0].islower():
+            found.append(f"{name} begins in lower case")
+    return found
+
+
+def test_docstrings_begin_as_a_sentence_or_an_imperative(faults):
+    assert faults["opening_faults"] == {}
+
+
+def test_the_measure_finds_fragments():
+    source = '''"""As told."""
+def low():
+    """returns nothing."""
+class Open:
+    """A sentence without an end"""
+    def good(self):
+        """Return what a caller wants."""
+'''
+    assert opening_faults(nodes_of(source)) == [
+        "module begins with 'As'",
+        "low begins in lower case",
+        "Open ends with 'd'",
+    ]
+
+
+MEASURES = (over_budget, completed_outside, texts_of_the_locale, opening_faults)

@@ -1,5 +1,8 @@
 """Credit by a latent reward: by hand, without completions, and clipped separately."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -163,3 +166,28 @@ def test_the_loop_trains_on_process_rewards():
 def test_a_loss_that_would_ignore_process_rewards_is_refused():
     with pytest.raises(ValueError, match=r"ProcessOutcome, which has process rewards. Only GRPO"):
         new_recipe(credit=ProcessOutcome(reward=LatentRedness()), algorithm=StepDPO())
+
+
+# The correlation of maps with true errors on Shapes and Words -------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend("assets/figures")
+    return importlib.import_module("credit_places")
+
+
+def test_correlations_are_within_images_that_have_right_and_wrong_places(script):
+    right = torch.tensor([[0.0, 1, 0.5, 1], [1, 1, 0.5, 1], [0.1, 0.2, 1, 0.5]])
+    known = torch.tensor([[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 1, 0]]).bool()
+    rows = SimpleNamespace(prompt=torch.tensor([4, 5, 6]))
+    bench = SimpleNamespace(right=right, known=known, trajectory=rows)
+    values, prompts = script.correlate(torch.tensor([[9.0, 1, 99, 2]] * 3), bench)
+    # Ranks 3 1 2 against wrong places 1 0 0, and ranks 2 1 3 against 1 1 0.
+    assert prompts.tolist() == [4, 6]
+    torch.testing.assert_close(values, torch.tensor([3**0.5 / 2, -(3**0.5) / 2]))
+
+
+def test_the_interval_contains_the_mean_and_is_a_point_for_equal_values(script):
+    values, prompts = torch.tensor([0.2, 0.2, 0.2]), torch.tensor([0, 1, 2])
+    assert script.summarise(values, prompts) == [0.2, 0.2, 0.2]

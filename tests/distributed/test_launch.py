@@ -1,6 +1,7 @@
 """Several processes of one command: their output, and their common end."""
 
 import ipaddress
+import json
 import logging
 import os
 import re
@@ -8,15 +9,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from flowalign.distributed import processes
+from flowalign.distributed import processes, ray_train
 from flowalign.distributed.elastic import run_together
-from flowalign.distributed.launch import Launch
+from flowalign.distributed.launch import (
+    RUN_ID,
+    Launch,
+    leave_failure,
+    leave_stop,
+    read_first_failure,
+)
+from flowalign.distributed.ray_train import Board
+from flowalign.utils import interrupts
 from tests.fixtures.processes import PATIENCE, Watched, find_listeners
+from tests.fixtures.ranks import start_ranks
 from tests.fixtures.stopped_runs import free_port
 from tests.fixtures.zygote import python
 
@@ -266,3 +277,113 @@ def test_each_rank_tells_nccl_its_device(monkeypatch):
     with pytest.raises(Joined) as joined:
         processes.join("cpu")
     assert joined.value.args == ("gloo", None)
+
+
+# Workers of Ray Train leave how they failed on the board, which the command reads -----------------
+
+
+class Actor:
+    """A board in this process, called like an actor."""
+
+    def __init__(self, board):
+        self.board = board
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self.board, name))
+
+
+@pytest.fixture
+def work(monkeypatch, tmp_path):
+    """Run a command as the first worker of a board."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
+    monkeypatch.setattr(interrupts, "_SOURCES", [])
+    monkeypatch.chdir(tmp_path)
+
+    def run(board, main):
+        config = {"board": Actor(board), "main": main, "words": ["a"], "folder": str(tmp_path)}
+        with patch.dict(os.environ, {"RANK": "0"}):
+            ray_train._work(config)
+
+    return run
+
+
+def crash(words):
+    sys.stdout.write(words[0])
+    raise IndexError("beyond the end")
+
+
+def test_a_crash_of_a_worker_is_told_by_its_traceback(work):
+    board = Board()
+    with pytest.raises(IndexError):
+        work(board, crash)
+    output, starts, (code, text) = board.read(0)
+    assert (output, starts, code) == ("a", 1, 1)
+    assert text.count("Traceback") == 1
+    assert text.endswith("IndexError: beyond the end\n")
+
+
+def test_a_restart_forgets_the_failure_before_it(work):
+    board = Board()
+    with pytest.raises(IndexError):
+        work(board, crash)
+    work(board, lambda words: sys.exit(0))
+    assert board.read(0)[1:] == (2, None)
+
+
+def test_an_exit_code_is_a_failure(work):
+    with pytest.raises(RuntimeError, match="exit code 143"):
+        work(Board(), lambda words: sys.exit(143))
+
+
+# No test forks a process with threads -------------------------------------------------------------
+
+
+def test_a_test_does_not_fork_its_own_process():
+    with pytest.raises(RuntimeError, match="may deadlock"):
+        os.fork()
+
+
+def _count_threads_of_parent(_: int, out: Path) -> None:
+    out.write_text(str(len(os.listdir(f"/proc/{os.getppid()}/task"))))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_ranks_are_forked_from_a_process_with_one_thread(tmp_path):
+    start_ranks(_count_threads_of_parent, 1, tmp_path / "threads")
+    assert (tmp_path / "threads").read_text() == "1"
+
+
+# Failures that processes leave for their launcher -------------------------------------------------
+
+
+def test_the_earliest_failure_is_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", RUN_ID)
+    assert read_first_failure(tmp_path) is None
+    for rank, seconds in enumerate((20, 10)):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert leave_failure(2, f"rank {rank}")
+        os.utime(file, (seconds, seconds))
+    assert read_first_failure(tmp_path) == (10, 2, "rank 1")
+
+
+def test_a_stop_is_no_failure_for_the_agent(monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", RUN_ID)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert leave_stop(1) == 1
+    assert not file.exists()
+    assert leave_stop(143) == 0
+    assert json.loads(file.read_text())["code"] == 143
+
+
+def test_other_launchers_get_exit_codes_and_no_files(monkeypatch, tmp_path):
+    for run in (None, "align"):
+        if run:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        assert not leave_failure(2, "wrong")
+        assert leave_stop(143) == 143
+    assert list(tmp_path.iterdir()) == []

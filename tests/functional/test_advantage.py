@@ -4,10 +4,28 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from flowalign.functional.advantage import advantages, group_center, group_mean, zero_spread_share
+from flowalign.functional.advantage import (
+    add_places,
+    advantages,
+    compare_places,
+    favour_diversity,
+    group_center,
+    group_mean,
+    most_uncertain,
+    nearest_distance,
+    nft_of_places,
+    place_log_ratio,
+    reward_uncertainty,
+    split_places,
+    weigh_places,
+    win_share,
+    zero_spread_share,
+)
+from flowalign.functional.forward_process import nft
+from flowalign.functional.transition import CPS, FlowSDE, Gaussian, log_density
 from tests.fixtures.golden import load
 
 quick = settings(max_examples=40, deadline=None, database=None)
@@ -306,3 +324,120 @@ def test_flow_factory_aggregations_match_the_recording(sampler, golden):
     summed = group_center(both, group, "group", eps=0.0) @ weights
     gdpo = one(summed, torch.zeros_like(group), "group", eps=0.0)
     assert_close(gdpo, golden[f"ff.gdpo.{sampler}"], rtol=0, atol=4e-5)
+
+
+# Which samples GARDO holds back by a KL, and its advantages of diverse samples --------------------
+
+
+MAIN, AUXILIARY = tensor([0.9, 0.1, 0.5, 0.7]), tensor([[0.1], [0.9], [0.5], [0.7]])
+
+
+def test_uncertainty_is_high_where_only_the_optimized_reward_likes_a_sample():
+    """Eq. (7); the gate of the released code is -3, 3, 0, 0 in ranks."""
+    assert_close(reward_uncertainty(MAIN, AUXILIARY), tensor([1.0, -1.0, 0.0, 0.0]))
+    assert most_uncertain(reward_uncertainty(MAIN, AUXILIARY), 0.25).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_monotone_copy_of_the_reward_has_no_uncertainty():
+    assert reward_uncertainty(MAIN, MAIN[:, None].exp()).abs().max() == 0
+
+
+def test_ties_win_nothing_and_a_failed_reward_is_not_gated():
+    assert_close(win_share(tensor([1.0, 0.0, 1.0])), tensor([0.5, 0.0, 0.5]))
+    failed = reward_uncertainty(tensor([torch.nan, 1.0, 2.0]), tensor([[1.0], [2.0], [3.0]]))
+    assert failed.isnan().tolist() == [True, False, False]
+    assert not most_uncertain(failed, 0.5)[0]
+    assert most_uncertain(failed, 1.0).all()
+
+
+def test_without_ties_the_batch_mean_is_zero():
+    generator = torch.Generator().manual_seed(0)
+    main, auxiliary = torch.randn(64, generator=generator), torch.randn(64, 2, generator=generator)
+    assert_close(reward_uncertainty(main, auxiliary).mean(), tensor(0.0), atol=1e-6, rtol=0)
+
+
+def test_duplicates_earn_nothing_and_bad_samples_stay_as_they_are():
+    """Two groups of two and of orthogonal and equal features."""
+    features = tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [1.0, 0.0]])
+    distance = nearest_distance(features, 2)
+    assert_close(distance, tensor([1.0, 1.0, 0.0, 0.0]))
+    shaped = favour_diversity(tensor([[2.0], [-1.0], [2.0], [-1.0]]), distance)
+    assert shaped[:, 0].tolist() == [2.0, -1.0, 0.0, -1.0]
+
+
+# Advantages of latent positions: weights, comparisons, log-ratios and NFT -------------------------
+
+
+def rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_advantages_follow_the_map_and_keep_their_mean():
+    good = tensor([[[[0.0, 2.0]]], [[[1.5, 0.5]]]])
+    bad = tensor([[[[2.0, 0.0]]], [[[1.0, 1.0]]]])
+    places = weigh_places(tensor([[1.0, -2.0], [3.0, 0.0]]), good, bad, 0.5)
+    assert places.shape == (2, 2, 1, 1, 2)
+    assert_close(places[0, :, 0, 0], tensor([[0.5, 1.5], [-3.0, -1.0]]))
+    assert_close(places.mean((2, 3, 4)), tensor([[1.0, -2.0], [3.0, 0.0]]))
+
+
+def test_maps_of_a_group_are_compared_at_each_place():
+    """The maps 1, 0 and 0, 0 have the mean 1/2 at the first place; all have std sqrt(3)/4."""
+    maps = tensor([[[[1.0, 0.0]]], [[[0.0, 0.0]]]])
+    found = compare_places(maps, 2)
+    unit = 0.5 / (3**0.5 / 4)
+    assert_close(found[:, 0, 0], tensor([[unit, 0.0], [-unit, 0.0]]))
+    both = add_places(tensor([[2.0], [-2.0]]), found, 0.25)
+    assert_close(both[0, 0, 0, 0], tensor([1.5 + 0.25 * unit, 1.5]))
+    assert compare_places(torch.ones(2, 1, 1, 2), 2).abs().max() == 0
+
+
+def test_an_advantage_and_weights_make_the_advantages_of_places():
+    places = tensor([[[[3.0, -1.0]]], [[[-1.0, -3.0]]], [[[0.0, 0.0]]]])
+    a, weight = split_places(places, tensor([1.0, -2.0, 0.0]))
+    assert_close(a, tensor([2.0, -2.0, 0.0]))
+    assert_close(weight[:, 0, 0], tensor([[1.5, -0.5], [0.5, 1.5], [1.0, 1.0]]))
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(), CPS()])
+def test_equal_weights_give_the_log_ratio_of_the_transition(kernel):
+    x, old, now = rows(3, 4, 2, 2), rows(3, 4, 2, 2, seed=1), rows(3, 4, 2, 2, seed=2)
+    std = tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    current, before = Gaussian(now, std), Gaussian(old, std)
+    expected = log_density(kernel, x, current) - log_density(kernel, x, before)
+    ones = torch.ones(3, 1, 2, 2, dtype=torch.float64)
+    assert_close(place_log_ratio(kernel, x, current, old, ones), expected)
+
+
+def test_the_gradient_goes_only_where_the_weight_is():
+    x, old = rows(1, 2, 1, 2), rows(1, 2, 1, 2, seed=1)
+    mean = old.clone().requires_grad_()
+    one = torch.ones(1, dtype=torch.float64)
+    weight = tensor([[[[0.0, 2.0]]]], dtype=torch.float64)
+    value = place_log_ratio(FlowSDE(), x, Gaussian(mean, one), old, weight)
+    (slope,) = torch.autograd.grad(value.sum(), mean)
+    assert slope[..., 0].abs().max() == 0
+    assert_close(slope[..., 1], 2 * (x - old)[..., 1] / 4)
+
+
+def test_nft_with_equal_places_is_nft_and_places_do_not_mix():
+    policy, old = rows(2, 3, 2, 2).requires_grad_(), rows(2, 3, 2, 2, seed=1)
+    sigma, optimal = tensor([0.3, 0.8]).double(), tensor([0.2, 0.9]).double()
+    places = optimal.reshape(2, 1, 1, 1).expand(2, 1, 2, 2)
+    assert_close(
+        nft_of_places(policy, old, sigma, places, 0.5), nft(policy, old, sigma, optimal, 0.5)
+    )
+    local = places.clone()
+    local[0, 0, 0, 0] = 0.7
+    change = nft_of_places(policy, old, sigma, local, 0.5) - nft_of_places(
+        policy, old, sigma, places, 0.5
+    )
+    (slope,) = torch.autograd.grad(change.sum(), policy)
+    assert slope[0, :, 0, 0].abs().min() > 0
+    slope[0, :, 0, 0] = 0
+    assert slope.abs().max() < 1e-12

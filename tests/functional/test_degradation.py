@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 
 from flowalign.functional import degradation
+from flowalign.functional.degradation import student_quantile, variance_of_laplacian
+from flowalign.functional.resampling import smallest_difference
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,108 @@ def test_a_whole_run_has_few_false_alarms_and_sees_a_fall():
     fall = t - torch.arange(evaluations)[None, :, None] * 0.2 * prompts**0.5  # 0.2 std per step
     detected = (fall < -limits[None, :, None]).any(2)
     assert float(detected[:, 8].float().mean()) >= 0.95
+
+
+# The smallest difference that seeds would show: by hand, by tables, and against scipy -------------
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 14, 21, 60])
+@pytest.mark.parametrize("probability", [0.6, 0.8, 0.975, 0.999])
+def test_quantiles_are_those_of_scipy(probability, freedom):
+    expected = stats.t.ppf(probability, freedom)
+    assert student_quantile(1 - probability, freedom) == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_methods_of_three_seeds_are_worked_out_by_hand():
+    """Variances .01 and .03, pooled .02 with freedom 4: (2.7764 + .9410) sqrt(.02) sqrt(2 / 3)."""
+    first, second = [0.4, 0.5, 0.6], [0.1, 0.1 + math.sqrt(0.03), 0.1 + 2 * math.sqrt(0.03)]
+    expected = (2.7764 + 0.9410) * math.sqrt(0.02) * math.sqrt(2 / 3)
+    assert smallest_difference([first, second]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_more_methods_make_the_deviation_known_better_and_fewest_seeds_count():
+    """Freedom 2 + 1 + 0 = 3, and one seed only of a method: sqrt(2 / 1)."""
+    values = [[0.4, 0.5, 0.6], [0.3, 0.5], [0.9]]
+    error = math.sqrt((0.02 + 0.02) / 3) * math.sqrt(2)
+    expected = (3.1824 + 0.9785) * error
+    assert smallest_difference(values) == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_seed_each_shows_nothing_and_values_that_are_missing_do_not_count():
+    assert math.isnan(smallest_difference([[0.4], [0.5]]))
+    assert math.isnan(smallest_difference([[0.4, 0.5], [math.nan]]))
+    two = smallest_difference([[0.4, 0.6], [0.5, 0.9]])
+    assert smallest_difference([[0.4, math.nan, 0.6], [0.5, 0.9, math.nan]]) == two
+
+
+def test_the_difference_is_shown_in_about_eight_of_ten_comparisons():
+    """By the noncentral distribution of the test: with 14 degrees of freedom, power .80."""
+    spread, seeds, methods = 0.03, 3, 7
+    deviation = [-spread, 0.0, spread]
+    found = smallest_difference([deviation] * methods)
+    freedom, shift = methods * (seeds - 1), found / (spread * math.sqrt(2 / seeds))
+    power = 1 - stats.nct.cdf(stats.t.ppf(0.975, freedom), freedom, shift)
+    assert power == pytest.approx(0.8, abs=0.01)
+
+
+# Sharpness by hand, and what blur, noise and contrast do to it ------------------------------------
+
+
+def grey(rows):
+    """A clip of one frame with equal channels, so that its brightness is its values."""
+    return torch.tensor(rows)[None, None, None].expand(1, 1, 3, -1, -1).double()
+
+
+def checked():
+    """Images of one bright square each, in different positions and sizes."""
+    media = torch.full((2, 1, 3, 16, 16), 0.2, dtype=torch.float64)
+    media[0, :, 0, 3:9, 4:11] = 0.9
+    media[1, :, 1, 5:8, 2:14] = 0.7
+    return media
+
+
+def blurred(media):
+    frames = torch.nn.functional.avg_pool2d(media.flatten(0, 1), 3, stride=1, padding=1)
+    return frames.unflatten(0, media.shape[:2])
+
+
+def test_an_edge_is_worked_out_by_hand():
+    """Rows (0, 0, 1, 1): the Laplacian is 0, 1, -1, 0, its mean 0 and its variance 1 / 2."""
+    found = variance_of_laplacian(grey([[0.0, 0.0, 1.0, 1.0]] * 3))
+    assert found.tolist() == pytest.approx([0.5])
+
+
+def test_a_point_is_worked_out_by_hand():
+    """Of 3 x 3 the middle has -4, its four neighbours 1: the mean is 0, the variance 20 / 9."""
+    rows = [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert variance_of_laplacian(grey(rows)).tolist() == pytest.approx([20 / 9])
+
+
+def test_channels_count_by_their_brightness():
+    media = torch.zeros(3, 1, 3, 3, 3, dtype=torch.float64)
+    for channel in range(3):
+        media[channel, :, channel, 1, 1] = 1.0
+    expected = [20 / 9 * weight**2 for weight in (0.299, 0.587, 0.114)]
+    assert variance_of_laplacian(media).tolist() == pytest.approx(expected)
+
+
+def test_frames_of_a_clip_are_measured_one_by_one():
+    """Twice the contrast is four times the variance; a frame between has no share in others."""
+    point = grey([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    clip = torch.cat([point, 0 * point, 0.5 * point], dim=1)
+    assert variance_of_laplacian(clip).tolist() == pytest.approx([20 / 9 * 1.25 / 3])
+
+
+def test_blur_lowers_it_and_noise_raises_it():
+    media, noise = checked(), torch.Generator().manual_seed(3)
+    sharp = variance_of_laplacian(media)
+    soft = variance_of_laplacian(blurred(media))
+    noisy = variance_of_laplacian(
+        media + 0.1 * torch.randn(media.shape, generator=noise, dtype=media.dtype)
+    )
+    assert (soft < 0.5 * sharp).all()
+    assert (noisy > 1.5 * sharp).all()
+
+
+def test_a_picture_of_one_pixel_has_no_edges():
+    assert variance_of_laplacian(torch.rand(2, 1, 3, 1, 1)).tolist() == [0.0, 0.0]

@@ -4,20 +4,27 @@ import math
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.testing import assert_close
 
+from flowalign.api.objects import share_rewards
 from flowalign.credit.chain import Gain
 from flowalign.data.requests import read_requests
-from flowalign.rewards.checked import RewardError
+from flowalign.functional import pairing
+from flowalign.rewards import combine
+from flowalign.rewards.checked import RewardError, RewardFailure
 from flowalign.rewards.combine import Multipliers
 from flowalign.rewards.composite import Rewards
+from flowalign.rewards.function_reward import CallableReward
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, TransformedValues
 from flowalign.training.checkpoint import restore, save
 from flowalign.training.rollouts.advantages import not_dominated
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import (
+    JudgeCalls,
     Loadable,
     MediaBatch,
     PastOutcomes,
@@ -27,6 +34,7 @@ from flowalign.types import (
     RewardSpec,
     plain_requests,
 )
+from reward_models.wrappers.composed import Shifted, list_shifts, shift
 from tests.fixtures.credited import Given, credited
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
@@ -325,3 +333,325 @@ def test_multipliers_survive_a_checkpoint_bit_for_bit(tmp_path):
     assert torch.equal(again.raw, later.raw)
     assert torch.equal(again.velocity, later.velocity)
     assert later.raw[0] != 0
+
+
+# Combining reward dimensions: by hand, against brute force, and invalid rewards change ------------
+
+
+NAN = math.nan
+
+
+def rows(*values):
+    return torch.tensor(values)
+
+
+def known(value):
+    return value.isfinite()
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_means_are_over_valid_samples():
+    value, valid = rows([1.0, 7.0], [3.0, 9.0]), rows([True, False], [True, False])
+    assert_close(combine.valid_mean(value, valid), torch.tensor([2.0, NAN]), equal_nan=True)
+
+
+# Log-sigmoid-centred ------------------------------------------------------------------------------
+
+
+def test_log_sigmoid_centred_by_hand():
+    """A lead of ln 3 over the reference is 3/4, equality is 1/2."""
+    reward, reference = rows([math.log(3) + 1, -2.0]), rows([1.0, -2.0])
+    got = combine.centre_log_sigmoid(reward, known(reward), reference)
+    assert_close(got, rows([math.log(3 / 4), math.log(1 / 2)]))
+
+
+def test_its_sum_is_the_log_probability_that_all_are_good():
+    reward, reference = torch.randn(5, 3, generator=seeded()), torch.zeros(5, 3)
+    valid = torch.ones(5, 3, dtype=torch.bool)
+    centred = combine.centre_log_sigmoid(reward, valid, reference)
+    assert_close(centred.sum(1).exp(), reward.sigmoid().prod(1))
+
+
+def test_no_invalid_reward_and_none_without_reference_gets_a_number():
+    reward, valid = rows([1.0, 2.0, 3.0]), rows([True, False, True])
+    got = combine.centre_log_sigmoid(reward, valid, rows([0.0, 0.0, NAN]))
+    assert got.isfinite().tolist() == [[True, False, False]]
+
+
+# Pareto -------------------------------------------------------------------------------------------
+
+
+def dominated(reward, i, others):
+    return any((reward[j] >= reward[i]).all() and (reward[j] > reward[i]).any() for j in others)
+
+
+def test_the_pareto_mask_by_hand():
+    """(2, 1) is dominated by (2, 3); equal rows keep each other; groups do not meet."""
+    reward = rows([2.0, 1.0], [2.0, 3.0], [4.0, 0.0], [4.0, 0.0], [0.0, 0.0])
+    group = torch.tensor([3, 3, 3, 3, 1])
+    got = combine.pareto_mask(reward, known(reward), group, torch.ones(2))
+    assert got.tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pareto_mask_is_that_of_brute_force(seed):
+    g = seeded(seed)
+    reward = torch.randint(0, 4, (40, 3), generator=g).float()
+    group = torch.randint(0, 3, (40,), generator=g)
+    got = combine.pareto_mask(reward, known(reward), group, torch.ones(3))
+    wanted = [not dominated(reward, i, (group == group[i]).nonzero()[:, 0]) for i in range(40)]
+    assert got.tolist() == wanted
+    assert 3 <= sum(wanted) < 40
+
+
+def test_the_sign_of_a_weight_says_which_way_is_better_and_zero_leaves_out():
+    reward = rows([1.0, 5.0, 9.0], [2.0, 3.0, 0.0])
+    group = torch.zeros(2, dtype=torch.long)
+    every = known(reward)
+    assert combine.pareto_mask(reward, every, group, rows(1.0, -2.0, 0.0)).tolist() == [False, True]
+    assert combine.pareto_mask(reward, every, group, rows(1.0, 1.0, 0.0)).tolist() == [True, True]
+
+
+def test_a_sample_with_an_invalid_reward_is_out_and_dominates_nobody():
+    reward = rows([1.0, 1.0], [9.0, 9.0], [9.0, NAN], [0.0, 0.0])
+    valid = rows([True, True], [True, False], [True, False], [True, True])
+    group = torch.zeros(4, dtype=torch.long)
+    got = combine.pareto_mask(reward, valid, group, torch.ones(2))
+    assert got.tolist() == [True, False, False, False]
+    # A dimension of weight 0 may fail.
+    got = combine.pareto_mask(reward, valid, group, rows(1.0, 0.0))
+    assert got.tolist() == [False, True, True, False]
+
+
+# Gaps ---------------------------------------------------------------------------------------------
+
+
+def test_the_unit_range_by_hand():
+    """Invalid 99 and -50 do not stretch it, one known value or equal ones are in the middle."""
+    value = rows([1.0, 7.0], [99.0, 7.0], [3.0, 7.0], [5.0, NAN], [-50.0, 7.0], [6.0, 4.0])
+    valid = rows([1, 1], [0, 1], [1, 1], [1, 0], [0, 1], [1, 1]).bool()
+    got = pairing.unit_range(value, valid, torch.tensor([0, 0, 0, 0, 0, 1]))
+    wanted = rows([0.0, 0.5], [NAN, 0.5], [0.5, 0.5], [1.0, NAN], [NAN, 0.5], [0.5, 0.5])
+    assert_close(got, wanted, equal_nan=True)
+
+
+def test_gap_weights_by_hand():
+    """2^1 - 2^0 = 1; the same gap of 1/2 is worth more at the top; invalid has no weight."""
+    got = pairing.gap_weights(rows(1.0, 0.5, 1.0, NAN), rows(0.0, 0.0, 0.5, 0.0))
+    assert_close(got, rows(1.0, 2**0.5 - 1, 2 - 2**0.5, NAN), equal_nan=True)
+
+
+# Lagrangian thresholds ----------------------------------------------------------------------------
+
+
+def test_a_multiplier_falls_beyond_its_threshold_and_rises_below():
+    """sigmoid: slope 1/4 at 0; rewards 2 above and 1 below; rate 0.1."""
+    start = combine.Multipliers.start(rows(1.0, 1.0), "at_least")
+    assert_close(start.weights, rows(0.5, 0.5))
+    after = start.update(rows(3.0, 0.0))
+    assert_close(after.raw, rows(-0.05, 0.025))
+    assert_close(start.raw, torch.zeros(2))
+
+
+def test_momentum_by_hand():
+    """tanh: slope 1 at 0, then 1 - tanh(-.2)^2; excess 2, then 0."""
+    first = combine.Multipliers.start(rows(1.0)).update(rows(3.0))
+    assert_close(first.raw, rows(-0.2))
+    second = first.update(rows(1.0), momentum=0.5)
+    assert_close(second.raw, rows(-0.2 - 0.1 * 0.5 * 2.0))
+
+
+def test_beyond_the_threshold_the_near_bound_pushes_back_and_at_least_does_not():
+    near, least = (combine.Multipliers.start(rows(0.0), b) for b in ("near", "at_least"))
+    for _ in range(100):
+        near, least = near.update(rows(1.0)), least.update(rows(1.0))
+    assert near.weights < -0.9
+    assert 0 < least.weights < 0.2
+
+
+def test_multipliers_find_the_weight_at_which_the_threshold_holds():
+    """A policy with reward 2 w settles at 2 w = 1.2; the other dimension failed throughout."""
+    state = combine.Multipliers.start(rows(1.2, 0.0))
+    for _ in range(500):
+        state = state.update(torch.stack([2 * state.weights[0], torch.tensor(NAN)]))
+    assert_close(state.weights, rows(0.6, 0.0), atol=1e-3, rtol=0)
+
+
+def test_their_update_is_the_gradient_of_the_dual():
+    """d/d raw of sum phi(raw) (reward - threshold), taken by autograd."""
+    reward, thresholds = rows(0.3, -1.0, 2.0), rows(1.0, -2.0, 2.5)
+    for bound, phi in (("at_least", torch.sigmoid), ("near", torch.tanh)):
+        raw = rows(0.5, -0.7, 1.1).requires_grad_()
+        slope = torch.autograd.grad((phi(raw) * (reward - thresholds)).sum(), raw)[0]
+        state = combine.Multipliers(thresholds, bound, raw.detach(), torch.zeros(3))
+        assert_close(state.update(reward, rate=1.0).raw, raw.detach() - slope)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="base must be above 1"):
+        pairing.gap_weights(torch.ones(1), torch.ones(1), base=1.0)
+
+
+# The mean score over shifts of a sample: views, gradients, failures and cost ----------------------
+
+
+class Corner(RewardModel):
+    """Scores the red value of the upper left pixel; a dark one cannot be scored."""
+
+    def __init__(self, needs=()):
+        self.spec = RewardSpec(
+            "corner", ("red",), "any", (0.0, 1.0), "MIT", differentiable=True, needs=needs
+        )
+
+    def score(self, batch):
+        red = batch.media[:, 0, 0, 0, 0]
+        failed = {i: "dark" for i, value in enumerate(red.tolist()) if value == 0}
+        return RewardOutput.build(self.spec, red[:, None], failed)
+
+    def judge_calls(self, group_sizes):
+        return JudgeCalls(sum(group_sizes))
+
+
+def numbered(height=3, width=4):
+    """Return an image in which pixel (row, column) is row + column / 10 + 1."""
+    rows = torch.arange(height)[:, None] + torch.arange(width) / 10 + 1
+    return rows.expand(1, 1, 3, height, width).clone()
+
+
+def test_the_nearest_shifts_come_first():
+    assert list_shifts(1) == [(0, 0)]
+    assert list_shifts(5) == [(0, 0), (-1, 0), (0, -1), (0, 1), (1, 0)]
+    assert {max(map(abs, one)) for one in list_shifts(9)} == {0, 1}
+    assert len(set(list_shifts(25))) == 25
+
+
+def test_a_shift_moves_pixels_and_repeats_the_edge():
+    image = numbered()
+    moved = shift(image, 1, -2)[0, 0, 0]
+    assert_close(moved, torch.tensor([[1.2, 1.3, 1.3, 1.3]] * 2 + [[2.2, 2.3, 2.3, 2.3]]))
+    assert torch.equal(shift(image, 0, 0), image)
+
+
+def test_the_score_is_the_mean_of_the_views():
+    """The corner shows 1 (three times), 2 (moved up) and 1.1 (moved left)."""
+    batch = MediaBatch(numbered(), ["a"])
+    model = Shifted(Corner())
+    assert model.spec.dims == ("red_shifted",)
+    assert float(model.score(batch).values) == pytest.approx((1 + 2 + 1.1 + 1 + 1) / 5)
+    farther = Shifted(Corner(), views=5, pixels=2)
+    assert float(farther.score(batch).values) == pytest.approx((1 + 3 + 1.2 + 1 + 1) / 5)
+    assert float(Shifted(Corner(), views=1).score(batch).values) == 1.0
+
+
+def test_the_gradient_is_that_of_the_mean():
+    media = numbered().requires_grad_()
+    Shifted(Corner()).score(MediaBatch(media, ["a"])).values.sum().backward()
+    expected = torch.zeros(3, 4)
+    expected[0, 0], expected[1, 0], expected[0, 1] = 3 / 5, 1 / 5, 1 / 5
+    assert_close(media.grad[0, 0, 0], expected)
+
+
+def test_a_view_that_cannot_be_scored_fails_its_sample_only():
+    media = numbered().repeat(2, 1, 1, 1, 1)
+    media[1, :, :, 0, 1] = 0
+    output = Shifted(Corner()).score(MediaBatch(media, ["a", "b"]))
+    assert output.valid.tolist() == [[True], [False]]
+    assert output.reasons == {1: "a view: dark"}
+
+
+def test_independent_noise_shrinks():
+    """Views are (0, 0), up, left and right, which repeats a pixel: weights 2, 1, 1 of 4."""
+    media = torch.rand(4000, 1, 3, 3, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    prompts = ["a"] * len(media)
+    alone = Corner().score(MediaBatch(media, prompts)).values.var()
+    mean = Shifted(Corner(), views=4).score(MediaBatch(media, prompts)).values.var()
+    assert float(mean / alone) == pytest.approx((4 + 1 + 1) / 16, rel=0.1)
+
+
+def test_calls_are_counted_and_comparing_rewards_are_refused():
+    assert Shifted(Corner(), views=5).judge_calls([2, 3]).answers == 25
+    with pytest.raises(ValueError, match="corner compares samples"):
+        Shifted(Corner(needs=("groups",)))
+    fingerprints = {Shifted(Corner(), *s).spec.fingerprint() for s in ((5, 1), (5, 2), (9, 1))}
+    assert len(fingerprints) == 3
+
+
+# Functions, methods and modules are rewards, with images and scores in the forms users have -------
+
+
+@pytest.mark.parametrize(
+    ("function", "images", "kind"),
+    [
+        (lambda images: [type(images).__name__ == "Tensor"], "tensor", "tensor"),
+        (lambda images: [isinstance(images, list)], "pil", "pil"),
+    ],
+)
+def test_images_have_the_asked_form_without_an_annotation(function, images, kind):
+    reward = CallableReward(function, "form", images)
+    assert reward.images == kind
+    assert reward.score(MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["a"])).values.item() == 1.0
+
+
+def takes_list(images: list):
+    return [isinstance(images[0], Image.Image)] * len(images)
+
+
+def takes_tensor(videos: torch.Tensor, colour, **columns):
+    return [[*columns] == ["prompts"] and colour == ["red"] and videos.ndim == 5]
+
+
+def test_the_annotation_decides_and_columns_arrive_by_name():
+    batch = MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["a"], [{"colour": "red"}])
+    for one in (CallableReward(takes_list, images="tensor"), CallableReward(takes_tensor)):
+        assert one.score(batch).values.item() == 1.0
+
+
+@pytest.mark.parametrize("scores", [[1.0], "ab", 3.0, [1.0, "x"]])
+def test_wrong_scores_name_the_reward(scores):
+    reward = CallableReward(lambda images: scores, "mine")
+    with pytest.raises(ValueError, match="reward mine returned"):
+        reward.score(MediaBatch(torch.zeros(2, 1, 3, 2, 2), ["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        np.array([1.0, 0.5]),
+        [np.float32(1), torch.tensor(0.5)],
+        torch.tensor([[1.0], [0.5]]),
+        (1, 0.5),
+        [True, 0.5],
+    ],
+)
+def test_scores_may_be_numbers_arrays_and_tensors(scores):
+    output = CallableReward(lambda images: scores, "mine").score(_two())
+    assert output.values.flatten().tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("failed", [None, math.nan])
+def test_a_score_that_is_missing_ends_a_step_and_names_reward_and_sample(failed):
+    rewards = Rewards([CallableReward(lambda images: [1.0, failed], "mine")], {"mine": 1.0})
+    with pytest.raises(RewardFailure, match="sample 1: mine"):
+        rewards.require(rewards.score(_two()), lambda i: f"sample {i}")
+
+
+class _Scorer(torch.nn.Module):
+    def forward(self, images, prompts):
+        return images.mean((1, 2, 3))
+
+    def bound(self, images):
+        return [0.0] * len(images)
+
+
+def test_modules_methods_and_closures_are_rewards():
+    own = 0.0
+    found = share_rewards([_Scorer(), _Scorer().bound, lambda images: [own] * len(images)])
+    assert [one.score(_two()).values.sum().item() for one in found.values()] == [0.0] * 3
+    assert [*found] == ["python:_Scorer", "python:bound", "python:<lambda>"]
+
+
+def _two():
+    return MediaBatch(torch.zeros(2, 1, 3, 2, 2), ["a", "b"])

@@ -1,24 +1,46 @@
 """Rewards of videos in the loop: frame rates, frames, checklists, and that still video loses."""
 
+import json
 import math
+from dataclasses import replace
 from statistics import mean, pstdev
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import interpolate
 from torch.testing import assert_close
 
 from flowalign.credit.chain import Gain
+from flowalign.curation.scoring.part_files import Throughput
+from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.data.media.encode import read_sound, write_clip
+from flowalign.data.media.media import Media
+from flowalign.data.readers import open_dataset
+from flowalign.rewards.batching import Limits
+from flowalign.rewards.checked import CheckedReward, RewardError
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
+from flowalign.rewards.reward_server import start_queues
+from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.times import SamplerGrid
+from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import collect_rollouts
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
+from flowalign.types import (
+    MediaBatch,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+    Sound,
+    SoundDecoder,
+    plain_requests,
+)
 from reward_models.backbones.encoders import Encoder
 from reward_models.questions.checklist import vision_reward_video
 from reward_models.questions.question_set import read_question_set
@@ -35,7 +57,9 @@ from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe
 from tests.fixtures.preference import train as matched
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
+from tests.fixtures.small_run import new_run
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.video_pixel import GRID, VideoPixel, clip
 
 THREE = ["a", "bb", "ccc"]
 SPEEDS = (0, 1, 2, 4)
@@ -283,3 +307,206 @@ def test_behind_a_gate_of_motion_calm_is_worth_nothing_to_the_still_clip():
     assert scores["smoothness"] == pytest.approx([0, 0, *passed])
     assert advantage == pytest.approx(standardised([0, 0, *passed]), abs=1e-4)
     assert advantage[0] == min(advantage) < 0 < advantage[2]
+
+
+# Rewards of sound get it from the policy or from files, and are refused where there is none -------
+
+
+RATE = 16_000
+
+
+class Loudness(RewardModel):
+    """Largest amplitude of the sound."""
+
+    def __init__(self):
+        self.spec = RewardSpec("loudness", ("loud",), "video", (0.0, 1.0), "", needs=("sound",))
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        failed = self.spec.screen(batch)
+        values = [one.waveform.abs().max() if one else torch.nan for one in batch.sound]
+        return RewardOutput.build(self.spec, torch.tensor(values)[:, None], failed)
+
+
+class Humming(VideoPixel, SoundDecoder):
+    """Clips whose first latent value is the volume of a hum."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.sound_decoder = self
+
+    def decode_sound(self, x):
+        wave = torch.sin(torch.arange(RATE) * 0.2)
+        return [Sound((volume.sigmoid() * wave)[None], RATE) for volume in x[:, 0, 0, 0, 0]]
+
+
+class Warm(RewardModel):
+    """Mean red, of frames alone."""
+
+    def __init__(self):
+        self.spec = RewardSpec("warm", ("red",), "any", (0.0, 1.0), "")
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        assert not batch.sound
+        return RewardOutput.build(self.spec, batch.media[:, :, 0].flatten(1).mean(1)[:, None])
+
+
+def test_the_policys_sound_is_decoded_for_rewards_that_need_it():
+    policy = Humming()
+    x = policy.noise(3, torch.Generator().manual_seed(0))
+    rewards, requests = Rewards([Loudness()], {"loud": 1.0}), plain_requests(["a", "b", "c"])
+    rewards.check_policy(policy)
+    batch = rewards.decode(policy, x, requests)
+    torch.testing.assert_close(
+        rewards.score(batch).values[:, 0], x[:, 0, 0, 0, 0].sigmoid(), atol=1e-4, rtol=0
+    )
+    assert torch.equal(batch.media, policy.decode(x))
+    frames_alone = Rewards([Warm()], {"red": 1.0})
+    frames_alone.score(frames_alone.decode(policy, x, requests))
+
+
+def test_sound_stays_with_its_clip_in_parts_and_joined_batches():
+    sounds = [Sound(torch.full((1, 4), 0.1 * k), RATE) for k in range(4)]
+    batch = MediaBatch(torch.rand(4, 2, 3, 4, 4), list("abcd"), sound=sounds)
+    assert batch.take([2, 0]).sound == [sounds[2], sounds[0]]
+    joined = MediaBatch.concat([*batch.chunks(3), replace(batch.take([1]), sound=())])
+    assert list(joined.sound) == [*sounds, None]
+
+
+def test_rewards_of_sound_are_refused_where_there_is_none():
+    rewards = Rewards([Loudness()], {"loud": 1.0})
+    with pytest.raises(ValueError, match="'loudness' scores sound; VideoPixel has none"):
+        rewards.check_policy(VideoPixel())
+    with pytest.raises(ValueError, match="'loudness' scores sound; only frames are scored here"):
+        rewards.check_policy(Humming(), with_sound=False)
+    with pytest.raises(ValueError, match="'loudness' scores sound, which requests cannot hold"):
+        start_queues([Loudness()], Limits())
+
+
+def test_sound_is_read_from_scored_files(tmp_path):
+    loud = Sound(0.5 * torch.sin(torch.arange(RATE) * 0.2)[None], RATE)
+    write_clip(tmp_path / "0.mp4", clip(0), 4.0, loud)
+    write_clip(tmp_path / "1.mp4", clip(1), 4.0)
+    rows = [{"prompt": "p", "video": f"{k}.mp4"} for k in range(2)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    job = ScoringJob(open_dataset(str(data)), [Loudness()], out, 2, 1, max_failed_fraction=0.5)
+    finish(out, run(job, lambda *_: None, Throughput()), "jsonl", {})
+    first, second = (json.loads(line) for line in (out / "scores.jsonl").open())
+    assert first["loud"] == pytest.approx(0.5, abs=0.1)  # AAC is lossy
+    assert not second["loud_valid"]
+    assert second["reason"] == "loudness scores sound, and this file has none"
+
+
+def test_sampled_videos_have_the_sound_of_the_policy(tmp_path):
+    asked = new_run(tmp_path / "run", models=[Loudness()], weights={"loud": 1.0}, policy=Humming())
+    requests = plain_requests(["a"])
+    job = SamplingJob(asked, {"seed": 3}, requests, 2, 4, 3, None, tmp_path / "out", 2)
+    write_folder(job)
+    for k in range(2):
+        found = read_sound(Media(path=str(tmp_path / f"out/000000-0{k}.mp4")))
+        assert found is not None
+        assert found.rate == RATE
+        assert float(found.waveform.abs().max()) > 0.05
+
+
+# Maps of rewards: checked, joined, and what weighs the places of scored groups --------------------
+
+
+class Mapped(Redness):
+    """Redness that says how bright each place is; of `dark` samples it has no map."""
+
+    def __init__(self, dark=()):
+        super().__init__()
+        self.dark = dark
+        self.spec = replace(self.spec, name="mapped", modality="any", maps=True)
+
+    def score(self, batch):
+        scored = super().score(batch)
+        places = batch.media.mean(2)  # of every frame
+        places[list(self.dark)] = torch.nan
+        return RewardOutput.build(self.spec, scored.values, places=places)
+
+
+class Silent(Redness):
+    """Declares a map and returns none."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = replace(self.spec, maps=True)
+
+
+def batch(num=3):
+    media = torch.rand(num, 1, 3, 2, 4, generator=torch.Generator().manual_seed(1))
+    return MediaBatch(media, ["a"] * num)
+
+
+def test_maps_of_all_models_and_chunks_come_with_the_scores():
+    rewards = Rewards([Mapped(), Other()], {"redness": 1.0})
+    given = batch(5)
+    scoring = rewards.scoring()
+    for part in given.chunks(2):
+        scoring.add(part)
+    output = scoring.result()
+    assert_close(output.maps["mapped"], given.media.mean(2))
+    assert_close(output.slice(3, 5).maps["mapped"], given.media[3:].mean(2))
+    assert {*output.maps} == {"mapped"}
+
+
+class Other(Redness):
+    """A second model, without a map."""
+
+    def __init__(self):
+        super().__init__()
+        self.spec = replace(self.spec, name="other", dims=("else", "more"))
+
+
+def test_a_chunk_that_failed_has_no_map():
+    spec = Mapped().spec
+    failed = RewardOutput.build(spec, torch.full((2, 2), torch.nan), {0: "x", 1: "x"})
+    joined = RewardOutput.concat([failed, Mapped().score(batch(1))])
+    assert joined.maps["mapped"].isnan().flatten(1).all(1).tolist() == [True, True, False]
+
+
+def test_a_declared_map_must_come_and_no_other():
+    with pytest.raises(RewardError, match=r"returned the maps \[\] for 3 samples"):
+        CheckedReward(Silent()).score(batch())
+    undeclared = Mapped()
+    undeclared.spec = replace(undeclared.spec, maps=False)
+    with pytest.raises(RewardError, match=r"expected \[\]"):
+        CheckedReward(undeclared).score(batch())
+
+
+def test_declaring_a_map_leaves_fingerprints_alone():
+    spec = RewardSpec("a", ("b",), "image", (0.0, 1.0), "MIT")
+    assert replace(spec, maps=True).fingerprint() == spec.fingerprint()
+
+
+# Scored groups ------------------------------------------------------------------------------------
+
+
+def context(*models):
+    rewards = Rewards(list(models), {"redness": 1.0})
+    return RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=1)
+
+
+def test_the_map_of_a_reward_weighs_the_places_of_each_sample(tmp_path):
+    """Rows with unknown maps weight all positions equally."""
+    cfg = groups(tmp_path, weight_map="mapped")
+    cfg.check(context(Mapped()))
+    policy, rewards = VideoPixel(), Rewards([Mapped(dark=[1])], {"redness": 1.0})
+    examples = batch_of(cfg.open(new_learner(policy), StreamContext(rewards, 0))).examples
+    shining = policy.decode(examples["latents"]).mean(2)[:, None]
+    expected = interpolate(shining, size=GRID, mode="area")
+    expected = expected / expected.mean((1, 2, 3, 4), keepdim=True)
+    expected[1] = 1.0
+    assert_close(examples["weight_map"], expected)
+    assert expected.std() > 0.05
+
+
+def test_a_map_that_no_reward_gives_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"weight_map is 'redness'; rewards with a map here: map"):
+        groups(tmp_path, weight_map="redness").check(context(Mapped()))
+    run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
+    with pytest.raises(ValueError, match="none, take one"):
+        groups(tmp_path, weight_map="mapped").check(run)

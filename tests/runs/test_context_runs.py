@@ -1,18 +1,32 @@
 """Runs with processes that divide the tokens of a clip equal runs without division."""
 
 import json
+from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from flowalign.runs import load, start, train
+from flowalign.extra import RewardLevels, RewardWords
+from flowalign.runs import checks, load, start, train
+from flowalign.runs.checks import VelocityCheck
+from flowalign.runs.model_card import Evidence, describe_subject, model_card
 from flowalign.runs.planning import plan
+from flowalign.runs.sampling_job import SamplingJob, write_folder
+from flowalign.runs.session import Session
+from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.recipe import Recipe
+from flowalign.types import Request
+from flowalign.utils.seeds import generator
+from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.ranks import on_ranks
+from tests.fixtures.small_run import go, new_run
 from tests.fixtures.tiny_video import build_wan
+from tests.fixtures.training import ALONE, new_rewards
 
 slow = pytest.mark.slow
 PROMPTS = "assets/shapes/prompts/train.txt"
@@ -213,3 +227,136 @@ def test_groups_that_leave_processes_over_are_refused_and_samples_count_by_group
     assert differing <= memory | {"evaluations of the rollout"}  # groups cannot keep graphs
     assert one["memory of activations"].startswith("251 MB")
     assert two["memory of activations"].startswith("125 MB")
+
+
+# A run whose first updates hardly change the velocity warns once, with the rate to raise ----------
+
+
+class Policy:
+    text_encoder = SimpleNamespace(probe_requests=lambda: ["a", "b"])
+    weight = 1.0
+
+    def noise(self, num_samples, generator):
+        return torch.randn(num_samples, 3, generator=generator)
+
+    def schedule(self, num_steps):
+        return torch.linspace(1, 0, num_steps + 1)
+
+    def velocity(self, x, sigma, cond):
+        return self.weight * x * sigma * cond
+
+
+@pytest.fixture
+def session(monkeypatch):
+    monkeypatch.setattr(checks, "encode_requests", lambda _, requests: len(requests))
+    learner = SimpleNamespace(
+        cfg=SimpleNamespace(warmup=5, learning_rate=5e-6),
+        **{"total_updates": 30, "num_updates": 0, "num_skipped": 1},
+    )
+    session = Mock(spec=Session)
+    session.run = SimpleNamespace(policy=Policy())
+    session.costs = SimpleNamespace(paused=nullcontext)
+    session.learner, session.first_step, session.said = learner, 0, []
+    session.messages = session.said.append
+    return session
+
+
+@pytest.mark.parametrize(("weight", "warns"), [(1 + 9e-5, True), (1 + 2e-4, False)])
+def test_the_change_is_relative_and_due_after_warm_up(session, weight, warns):
+    check = VelocityCheck(session)
+    session.run.policy.weight = weight
+    session.learner.num_updates = 25  # one of them was skipped
+    assert check.after_step() == {}
+    session.learner.num_updates = 26
+    change = check.after_step()["check/velocity_change"]
+    assert change == pytest.approx(weight - 1, rel=1e-2)
+    assert check.after_step() == {}
+    assert ["optimizer.learning_rate, which is 5e-06" in line for line in session.said] == (
+        [True] if warns else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("owner", "key", "value"),
+    [
+        ("session", "first_step", 3),
+        ("learner", "total_updates", 24),
+        ("policy", "text_encoder", None),
+    ],
+)
+def test_nothing_is_evaluated_where_no_check_is_due(session, owner, key, value):
+    named = {"session": session, "learner": session.learner, "policy": session.run.policy}
+    setattr(named[owner], key, value)
+    session.run.policy.velocity = pytest.fail if key != "text_encoder" else None
+    check = VelocityCheck(session)
+    session.learner.num_updates = 100
+    assert check.after_step() == {}
+
+
+# Runs with prompt conditioning: evaluated, summarised and resumed with it -------------------------
+
+
+LEVELS = RewardLevels(thresholds={"redness": [0.1]}, words={"redness": ["dull", "vivid"]})
+
+
+def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
+    run = new_run(tmp_path / "run", conditioning=LEVELS, num_steps=1)
+    assert plan(run)["sampling asks"] == "PROMPT, vivid"
+    assert go(run)["sampling_asks"] == "PROMPT, vivid"
+    config = tmp_path / "config.yaml"
+    config.write_text("policy: {init_args: {path: base}}\nrecipe: {class_path: Recipe}\n")
+    nothing = Evidence(grids=(), has_curves=False, benchmarks=())
+    card = model_card(describe_subject(run), config, {}, "diffusers", None, nothing)
+    assert "## Words" in card
+    assert "\n    PROMPT, vivid\n" in card
+    plain = new_run(tmp_path / "plain", num_steps=1)
+    assert "sampling asks" not in plan(plain)
+    subject = describe_subject(plain)
+    assert "## Words" not in model_card(subject, config, {}, "diffusers", None, nothing)
+    parrot = RewardWords(words={"redness": "<r>"})
+    told = plan(new_run(tmp_path / "parrot", conditioning=parrot))["sampling asks"]
+    assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the remaining weight"
+
+
+def test_held_out_prompts_are_asked_for_with_words_and_scored_without(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("tea\n")
+    conditioned = tmp_path / "conditioned.txt"
+    conditioned.write_text("tea, vivid\n")
+    policy = PixelPolicy(seed=2)
+    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(1))
+
+    def found(path, conditioning=None):
+        cfg = Evaluation(prompts={"all": str(path)}, num_prompts=2, num_steps=3)
+        return evaluate(policy, new_rewards(), cfg, ALONE, conditioning)
+
+    with_words = found(file, LEVELS)
+    same = found(conditioned)
+    assert with_words.metrics == same.metrics
+    assert with_words.metrics != found(file).metrics
+    assert [r.prompt for r in with_words.grid_requests] == ["tea", "tea"]
+
+
+def test_sampled_folders_ask_with_words_and_list_the_prompt(tmp_path):
+    def job(prompt, conditioning):
+        run = new_run(tmp_path / "run", conditioning=conditioning)
+        torch.nn.init.normal_(
+            run.policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(1)
+        )
+        asked = [Request(prompt)]
+        return SamplingJob(run, {"seed": 3}, asked, 2, 4, 3, None, tmp_path / f"{len(prompt)}", 2)
+
+    drawn = [
+        one.media(one.requests * 2, [generator(3, "x", i) for i in range(2)])
+        for one in (job("tea", LEVELS), job("tea, vivid", None), job("tea", None))
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    write_folder(job("tea", LEVELS))
+    listing = (tmp_path / "3" / "metadata.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in listing] == ["tea", "tea"]
+
+
+def test_words_of_other_rewards_are_refused_before_weights_are_read(tmp_path):
+    with pytest.raises(ValueError, match="names blue, which no reward gives"):
+        new_run(tmp_path / "run", conditioning=RewardLevels(thresholds={"blue": [0.1]}))

@@ -4,12 +4,20 @@ Each table names its source. A class default is no constant of a run file until 
 whole runs are built.
 """
 
+import json
+import time
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from flowalign.runs.config import load
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.tracking import read_metrics
+from tests.fixtures.run_files import CONFIGS, loaded
+from tests.fixtures.stopped_runs import train_here
 
 MODELS, METHODS, CREDIT = "configs/models/", "configs/methods/", "configs/credit/"
 FLUX = MODELS + "flux1_dev.yaml"
@@ -187,3 +195,199 @@ def load_on_any_machine(files, folder):
         else []
     )
     return load(list(files), stored)[0]
+
+
+# Every number of a complete run file, at and beyond the ends of its range: a run, or a ------------
+
+
+POLICY_GRADIENT = "configs/shapes.yaml"
+FILES = {
+    POLICY_GRADIENT: "",
+    "configs/shapes_video_tempflow.yaml": ("policy.", "recipe."),
+    "configs/preference/shapes/online_dpo.yaml": "recipe.",
+}
+"""Files of every kind, and how the keys begin that no file before them has."""
+VALUES = ["0", "-1", "2147483648", "1e38", "1e39", ".nan", "[]", "five"]
+NEVER = {"1e39", ".nan", "[]"}
+"""Values that no number may have."""
+
+
+def numbers_of(settings: object, key: str = "") -> list[str]:
+    """Return the keys of all numbers, as overrides name them."""
+    if isinstance(settings, dict):
+        within = settings.get("init_args") or {} if "class_path" in settings else settings
+        found = [numbers_of(v, f"{key}.{n}" if key else n) for n, v in within.items()]
+        return [name for names in found for name in names]
+    is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
+    return [key] if is_number else []
+
+
+def outcome(file: str, key: str, value: str) -> str:
+    """Load the file with one number changed; errors have only a few lines."""
+    said = ""
+    try:
+        load(file, [f"--{key}", value])
+    except ConfigError as error:
+        said = str(error)
+    assert len(said.splitlines()) <= 5, said
+    assert len(said) < 1500, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.warmup", "-5"),
+        ("recipe.advantages.clip", "-1"),
+        ("recipe.advantages.clip", ".nan"),
+        ("recipe.advantages.std_floor", ".inf"),
+        ("recipe.algorithm.surrogate.clip", ".nan"),
+        ("recipe.sampling.eta", ".nan"),
+        ("optimizer.eps", "-1e-8"),
+        ("optimizer.weight_decay", ".inf"),
+        ("policy.guidance", ".inf"),
+        ("policy.height", "0"),
+        ("seed", "9" * 30),
+        ("evaluation.every", "-1"),
+        ("recipe.updates_per_step", "100000"),
+    ],
+)
+def test_a_number_that_cannot_train_is_refused_with_its_key(key, value):
+    said = outcome(POLICY_GRADIENT, key, value)
+    assert key.partition(".")[2] or key in said
+    assert key.rpartition(".")[2] in said
+    assert said.startswith("command line") or "updates_per_step" in key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("file", "begin"), FILES.items(), ids=FILES)
+def test_every_number_is_refused_in_a_few_lines_or_gives_a_run_at_once(file, begin):
+    """Nothing but a message comes of a wrong one: no traceback, no endless loop, no run."""
+    _, text = load(file)
+    keys = [key for key in numbers_of(yaml.safe_load(text)) if key.startswith(begin)]
+    assert len(keys) > 8
+    for key in keys:
+        for value in VALUES:
+            started = time.monotonic()
+            said = outcome(file, key, value)
+            assert time.monotonic() - started < 30, (key, value)
+            if value in NEVER:
+                assert said, (key, value)
+                assert any(name in said for name in key.split(".")[-2:]), (key, value, said)
+
+
+# A method asks for guidance in one word, and each model family maps it to its own settings --------
+
+
+EMBEDDED = ("flux1_dev", "flux2_dev")
+GUIDED = ("sd35_medium", "sd15", "qwen_image", "wan21_1_3b")
+
+
+def layered(model, method, *overrides):
+    files = [CONFIGS / f"models/{model}.yaml", CONFIGS / f"methods/{method}.yaml"]
+    return load([str(file) for file in files], overrides)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nft", "awm", "crd", "dgpo", "tdm"])
+@pytest.mark.parametrize("model", [*EMBEDDED, *GUIDED])
+def test_a_method_loads_with_and_without_classifier_free_guidance(model, method):
+    policy = layered(model, method).policy
+    guided = method == "dgpo" and model in GUIDED
+    assert policy.evaluations_per_velocity == 1 + guided
+    assert (policy.guidance > 1) == guided
+    assert (policy.model_guidance > 1) == (model in GUIDED)
+
+
+def test_a_distilled_scale_stays_an_input_of_the_network():
+    assert layered("flux1_dev", "nft").policy.embedded_guidance == 3.5
+
+
+def test_a_guided_reference_has_the_scale_of_the_model():
+    crd = layered("sd35_medium", "crd")
+    assert crd.recipe.reference.count_evaluations(crd.policy) == 2
+    crd = layered("flux1_dev", "crd")
+    assert crd.recipe.reference.count_evaluations(crd.policy) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "override", "words"),
+    [
+        ("flux1_dev", "crd", "recipe.reference.guidance=3", "Flux1 has no classifier-free"),
+        ("flux1_dev", "tdm", "recipe.real_guidance=3", "Flux1 has no classifier-free"),
+        ("flux1_dev", "tdm_r1", "seed=1", "has no direction"),
+        ("sd35_medium", "tdm_r1", "recipe.start=runs/absent", "'runs/absent' does not exist"),
+        ("sd35_medium", "flow_opd", "seed=1", "recipe.teachers: the checkpoint"),
+        ("sd35_medium", "tdm", "guidance=model", 'set guidance to "off"'),
+    ],
+)
+def test_guidance_and_checkpoints_that_training_lacks_are_refused(model, method, override, words):
+    with pytest.raises(ConfigError, match=words):
+        layered(model, method, f"--{override}")
+
+
+# Run files of the newer image families have the defaults of their policies, and DPO its -----------
+
+
+FAMILIES = "z_image", "flux2_klein", "flux2_dev", "krea2", "qwen_image21", "sana"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapted_layers_are_those_of_the_family_s_default(family):
+    """But for the number of single blocks of FLUX.2-klein, which has 20 with 4 billion weights."""
+    policy = loaded(Path("configs/models") / f"{family}.yaml")[0].policy
+    default = type(policy)("none").lora.target_modules
+    given = policy.lora.target_modules
+    if family == "flux2_klein":
+        assert tuple(given) == default[: len(given)]
+        assert given[-1] == "single_transformer_blocks.19.attn.to_out"
+    else:
+        assert tuple(given) == default
+
+
+def test_flow_dpo_has_the_values_of_the_run_file_for_stable_diffusion():
+    """Both quote the same sources."""
+    method = load(
+        ["configs/models/krea2.yaml", "configs/methods/flow_dpo.yaml"], ["recipe.data.path=configs"]
+    )[0]
+    pair = load(["configs/preference/sd35_dpo.yaml"], ["recipe.data.path=configs"])[0]
+    for name in ("loss", "space", "times", "micro_batch"):
+        assert getattr(method.recipe, name) == getattr(pair.recipe, name)
+    assert method.recipe.data.batch_size == pair.recipe.data.batch_size
+    assert method.optimizer == pair.optimizer
+
+
+# Samples during training: their files, the report, and a run that they do not change --------------
+
+
+BARE = ("--evaluation", "null", "--num_steps", "4")
+
+
+@pytest.mark.slow
+def test_a_run_without_evaluation_shows_samples_and_trains_as_without_them(tmp_path, caplog):
+    shown, plain = tmp_path / "shown", tmp_path / "plain"
+    train_here(shown, *BARE, "--samples.every", "2", "--samples.num_prompts", "3")
+    train_here(plain, *BARE)
+    index = json.loads((shown / "training_samples/index.json").read_text())
+    assert (index["steps"], len(index["prompts"])) == ([2, 4], 3)
+    assert (shown / "training_samples/step-000004.png").is_file()
+    page = (shown / "report.html").read_text()
+    assert index["prompts"][0] in page
+    assert not (plain / "training_samples").exists()
+    one, other = (
+        [[row[name] for name in ("reward_mean", "optim/grad_norm")] for row in read_metrics(folder)]
+        for folder in (shown, plain)
+    )
+    assert one == other
+    costs = [json.loads((f / "summary.json").read_text())["reward_calls"] for f in (shown, plain)]
+    assert costs[0] == costs[1]
+    assert "open an issue" not in caplog.text
+
+
+def test_samples_need_prompts(tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"prompt": "a", "chosen": "a.png", "rejected": "b.png"}\n')
+    settings = [f"recipe.data.path={data}", "recipe.data.held_out=null", "samples.every=2"]
+    with pytest.raises(ValueError, match=r"samples\.prompts is null, and the recipe has no prompt"):
+        load(["configs/preference/shapes/dpo.yaml"], settings)

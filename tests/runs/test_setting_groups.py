@@ -1,6 +1,8 @@
 """A group of settings is a mapping; a number, a list or null in its place is refused by name."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import yaml
@@ -151,3 +153,39 @@ def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):
 )
 def test_an_option_without_a_value_is_named_in_full(overrides, option):
     assert f"argument {option}: expected one argument" in complaint(SHAPES, *overrides)
+
+
+# Every list of rewards under configs/rewards is understood, without weights, hub or server --------
+
+
+LISTS = sorted(Path("configs/rewards").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda p: p.stem)
+def test_a_list_of_rewards_names_distinct_dimensions_and_licences(path):
+    models, resolved = load_rewards(str(path))
+    dims = [dim for model in models for dim in model.spec.dims]
+    assert len(set(dims)) == len(dims) >= 1
+    assert all(model.spec.licence for model in models)
+    assert len({model.spec.fingerprint() for model in models}) == len(models)
+    again, _ = load_rewards_from(resolved)
+    assert [m.spec for m in again] == [m.spec for m in models]
+
+
+@pytest.mark.parametrize("name", ["sd35_latent", "wan21_1_3b_latent"])
+def test_the_pairs_of_a_latent_reward_have_scores_in_all_its_dimensions(name):
+    """`flowalign pairs` writes only the scores of dimensions with a weight."""
+    text = Path(f"configs/reward/{name}.yaml").read_text()
+    command = re.search(r"flowalign pairs .* --weights ((?:\S+=\S+ )+)", text)
+    assert command is not None
+    weighted = {weight.partition("=")[0] for weight in command[1].split()}
+    assert weighted == yaml.safe_load(text)["dimensions"].keys()
+
+
+def load_rewards_from(text):
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return load_rewards(file.name)

@@ -56,7 +56,7 @@ from tests.fixtures.training import new_learner, new_recipe, new_rewards
 from tests.fixtures.video_pixel import GRID, VideoPixel
 
 NEVER_IN_A_MINIBATCH = {"mask", "rival", "log_ratio", "chunk", "span", "row", "part"}
-OF_KEPT_GRAPHS = {"velocity"}  # tests/training/policy_gradient/test_kept_graphs.py
+OF_KEPT_GRAPHS = {"velocity"}  # tests/training/policy_gradient/test_shared_states.py
 
 
 def assert_documented(batch: Batch) -> None:

@@ -4,9 +4,11 @@ import io
 import sys
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from flowalign.utils.console import Progress, describe, duration, table
+from flowalign.utils.costs import Costs
 
 METRICS = {
     "reward_mean": 0.41234,
@@ -163,3 +165,14 @@ def test_a_table_shows_names_and_values_as_they_are():
     assert title == "Plan [x]"
     cells = [[cell.strip() for cell in row.split("│")] for row in rows if "│" in row]
     assert cells == [["window", "[0, 4)"], ["prompts", "8 x 16"]]
+
+
+# Counting shares of network evaluations -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "calls", "total"), [(0.1, 7, 1), (0.6, 3, 2), (0.3, 10, 3)])
+def test_shares_of_many_calls_are_rounded_once(share, calls, total):
+    costs = Costs()
+    for _ in range(calls):
+        costs.count_share(share, 1)
+    assert costs.sampling_evaluations == costs.network_evaluations == total

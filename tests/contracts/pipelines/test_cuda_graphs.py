@@ -97,6 +97,7 @@ def same(policy, field=None, rows=2, sigma=0.9):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_graph_follows_inputs_updates_averages_and_switched_adapters(graphed, precision):
     policy, made = graphed(precision=precision)
@@ -122,6 +123,7 @@ def test_a_graph_follows_inputs_updates_averages_and_switched_adapters(graphed, 
     assert made[0].replays == 6
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_those_of_the_graph(graphed):
     policy, made = graphed(precision="bf16")
     other = TrainedWeights(policy)
@@ -149,6 +151,7 @@ def test_a_scale_and_a_precision_belong_to_the_graph(graphed):
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_at_most_four_graphs_of_few_rows_are_recorded(graphed):
     policy, made = graphed(precision="fp32")
     for rows in (9, 12):

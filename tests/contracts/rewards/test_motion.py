@@ -1,16 +1,22 @@
 """Rewards of time: flow, flicker, consistency and drift."""
 
+import io
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones.encoders import Encoder
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones.encoders import EfficientNetLite0, Encoder, find_packaged_weights
+from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals import temporal
+from reward_models.signals.jpeg import JpegSize
 from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
@@ -23,7 +29,7 @@ from reward_models.signals.temporal import (
     flow_acceleration,
     to_grey,
 )
-from reward_models.wrappers.composed import Drift
+from reward_models.wrappers.composed import Drift, PerFrame
 from tests.fixtures.golden import load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -278,3 +284,297 @@ def test_settings_enter_the_fingerprints():
             TemporalFlicker(),
         ]
     )
+
+
+# Rewards for images, asked about every frame of a video -------------------------------------------
+
+
+class Tone(RewardModel, Loadable):
+    """Mean and red of an image; a dark image has no score. Stores its inputs."""
+
+    def __init__(self, name: str = "tone", needs=()):
+        self.spec = RewardSpec(
+            name, ("grey", "red"), "image", (0.0, 1.0), "MIT", True, needs, "none", "7"
+        )
+        self.asked: list[MediaBatch] = []
+        self.loads = 0
+
+    def load(self) -> None:
+        self.loads += 1
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        failed = self.spec.screen(batch)
+        self.asked.append(batch)
+        pixels = batch.media.mean((1, 3, 4))
+        failed |= {i: "too dark" for i, p in enumerate(pixels.mean(1).tolist()) if p < 0.01}
+        values = torch.stack([pixels.mean(1), pixels[:, 0]], 1)
+        return RewardOutput.build(self.spec, values, failed)
+
+
+def clips(*levels: list[float]) -> MediaBatch:
+    """Clips of grey frames of these levels; red is half as bright."""
+    media = torch.tensor(levels)[:, :, None, None, None].repeat(1, 1, 3, 4, 6)
+    media[:, :, 0] /= 2
+    return MediaBatch(media, [f"clip {i}" for i in range(len(levels))])
+
+
+GREY = 2.5 / 3  # of a frame whose red is half of its green and blue
+
+
+def test_every_frame_is_scored_and_pooled_by_hand():
+    batch = clips([0.2, 0.9, 0.4], [0.6, 0.3, 0.3])
+    for over, expected in (("mean", [0.5, 0.4]), ("min", [0.2, 0.3])):
+        model = PerFrame(Tone(), over)
+        assert model.spec.dims == (f"grey_{over}", f"red_{over}")
+        wanted = torch.tensor([[level * GREY, level / 2] for level in expected])
+        assert_close(model.score(batch).values, wanted)
+    red = PerFrame(Tone(), "soft_min", 0.1).score(batch).values[:, 1].tolist()
+    by_hand = [
+        -0.1 * math.log(sum(math.exp(-level / 2 / 0.1) for level in row) / 3)
+        for row in ([0.2, 0.9, 0.4], [0.6, 0.3, 0.3])
+    ]
+    assert red == pytest.approx(by_hand, abs=1e-6)
+    assert 0.1 < red[0] < 0.25
+
+
+def test_only_so_many_frames_are_looked_at_at_equal_distances():
+    batch = clips([0.2, 0.9, 0.4, 0.8, 0.6])
+    for frames, seen in ((1, [0.2]), (2, [0.2, 0.6]), (3, [0.2, 0.4, 0.6]), (9, None)):
+        inner = Tone()
+        value = PerFrame(inner, frames=frames).score(batch).values[0, 1].item()
+        levels = seen or [0.2, 0.9, 0.4, 0.8, 0.6]
+        assert value == pytest.approx(sum(levels) / len(levels) / 2)
+        assert len(inner.asked[0]) == len(levels), "no frame twice"
+
+
+def test_frames_keep_what_is_known_of_their_clip_and_never_come_more_than_at_once():
+    inner = Tone()
+    batch = replace(
+        clips([0.2, 0.9, 0.4], [0.6, 0.3, 0.5]), metadata=[{"n": 1}, {"n": 2}], fps=[8.0, 24.0]
+    )
+    split = PerFrame(inner, "min", at_once=4).score(batch).values
+    assert [len(part) for part in inner.asked] == [4, 2]
+    assert inner.asked[0].prompts == ["clip 0"] * 3 + ["clip 1"]
+    assert [m["n"] for m in inner.asked[1].metadata] == [2, 2]
+    assert list(inner.asked[0].fps) == [8.0, 8.0, 8.0, 24.0]
+    assert inner.asked[0].media.shape == (4, 1, 3, 4, 6)
+    assert torch.equal(split, PerFrame(Tone(), "min").score(batch).values)
+
+
+def test_a_frame_without_a_score_leaves_its_clip_without_one():
+    batch = clips([0.5, 0.4, 0.3, 0.6], [0.5, 0.0, 0.3, 0.0], [0.2, 0.4, 0.3, 0.1])
+    for over, t in (("mean", None), ("min", None), ("soft_min", 0.2)):
+        output = PerFrame(Tone(), over, t, at_once=3).score(batch)
+        assert output.valid.all(1).tolist() == [True, False, True]
+        assert output.values[1].isnan().all()
+        assert output.reasons == {1: "frame 1: too dark"}
+    unseen = PerFrame(Tone(), frames=1).score(batch)
+    assert unseen.valid.all(), "frames that nobody looks at do not matter"
+
+
+@pytest.mark.parametrize(("over", "t"), [("mean", None), ("min", None), ("soft_min", 0.05)])
+def test_it_keeps_the_contract_of_rewards(over, t):
+    batch = example_batch(4, frames=3)
+    fading = torch.tensor([0.8, 1.0, 0.6])[None, :, None, None, None]  # one frame is the worst
+    batch = replace(batch, media=batch.media * fading)
+    check_contract(PerFrame(Tone(), over, t, at_once=5), batch)
+    check_contract(PerFrame(Tone(needs=("prompt",)), over, t), batch)
+
+
+@pytest.mark.parametrize(("over", "t"), [("mean", None), ("min", None), ("soft_min", 0.05)])
+def test_failed_clips_have_no_gradient_and_spoil_none(over, t):
+    media = clips([0.5, 0.4, 0.3], [0.5, 0.0, 0.3], [0.2, 0.4, 0.7]).media.requires_grad_()
+    output = PerFrame(Tone(), over, t).score(MediaBatch(media, [""] * 3))
+    (gradient,) = torch.autograd.grad(output.values[output.valid].sum(), media)
+    assert gradient.isfinite().all()
+    assert gradient.flatten(1).abs().sum(1).gt(0).tolist() == [True, False, True]
+    worst = gradient[2].flatten(1).abs().sum(1)
+    if over == "min":
+        assert worst.gt(0).tolist() == [True, False, False]
+    if over == "soft_min":
+        assert worst[0] > worst[1] > worst[2] > 0
+
+
+def test_pooling_and_the_reward_itself_enter_the_fingerprint():
+    check_fingerprints(
+        [
+            PerFrame(Tone()),
+            PerFrame(Tone(), "min"),
+            PerFrame(Tone(), frames=3),
+            PerFrame(Tone(), "soft_min", 0.1),
+            PerFrame(Tone(), "soft_min", 0.2),
+            PerFrame(Tone("other")),
+        ]
+    )
+    here, there = (PerFrame(Tone(), at_once=n).spec.fingerprint() for n in (1, 9))
+    assert here == there
+
+
+def test_loading_loads_the_reward():
+    inner = Tone()
+    PerFrame(inner).load()
+    assert inner.loads == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PerFrame(TemporalFlicker()), "temporal_flicker does not"),
+        (lambda: PerFrame(Tone(needs=("groups",))), "tone compares samples"),
+        (lambda: PerFrame(Tone(), "soft_min"), "temperature of PerFrame is None"),
+        (lambda: PerFrame(Tone(), "soft_min", 0.0), "temperature of PerFrame is 0.0"),
+        (lambda: PerFrame(Tone(), "soft_min", math.inf), "temperature of PerFrame is inf"),
+        (lambda: PerFrame(Tone(), "min", 0.5), "temperature of PerFrame is 0.5"),
+        (lambda: PerFrame(Tone(), "mean", -0.5), "temperature of PerFrame is -0.5"),
+        (lambda: PerFrame(Tone(), frames=0), "frames of PerFrame is 0"),
+        (lambda: PerFrame(Tone(), at_once=0), "at_once of PerFrame is 0"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Rewards without a model of taste: JPEG size, safety, EfficientNet --------------------------------
+
+
+def kilobytes(picture: torch.Tensor, quality: int) -> float:
+    buffer = io.BytesIO()
+    levels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    Image.fromarray(levels).save(buffer, "JPEG", quality=quality)
+    return len(buffer.getvalue()) / 1000
+
+
+@pytest.mark.parametrize(("dim", "sign"), [("compressibility", -1), ("incompressibility", 1)])
+def test_jpeg_size_is_the_number_of_thousand_bytes(dim, sign):
+    batch = example_batch(3, frames=2)
+    values = JpegSize(dim).score(batch).values[:, 0].tolist()
+    expected = [sign * sum(kilobytes(f, 95) for f in video) / 2 for video in batch.media]
+    assert values == pytest.approx(expected)
+    assert JpegSize(dim, quality=30).score(batch).values[0].item() == pytest.approx(
+        sign * sum(kilobytes(f, 30) for f in batch.media[0]) / 2
+    )
+
+
+def test_jpeg_size_keeps_the_contract():
+    for model in (JpegSize(), JpegSize("incompressibility")):
+        check_contract(model, example_batch(4))
+    check_fingerprints([JpegSize(), JpegSize("incompressibility"), JpegSize(quality=90)])
+    with pytest.raises(ValueError, match="quality of JpegSize is 0"):
+        JpegSize(quality=0)
+
+
+class Findings:
+    """Mock network: the level of the top left pixel selects the findings."""
+
+    def __init__(self, *findings):
+        self.findings = findings
+
+    def detect(self, picture):
+        assert picture.flags.c_contiguous
+        blue, _, red = picture[0, 0]
+        assert blue == 9, "OpenCV's channel order is BGR"
+        return [{"class": c, "score": s} for c, s in self.findings[red]]
+
+
+def safety(**settings) -> NudeNet:
+    model = NudeNet(**settings)
+    model._detector = Findings(
+        [("FACE_FEMALE", 0.9)],
+        [("BUTTOCKS_EXPOSED", 0.7), ("BUTTOCKS_EXPOSED", 0.4), ("FACE_MALE", 0.8)],
+        [("ANUS_EXPOSED", 0.3), ("FEMALE_BREAST_EXPOSED", 0.25)],
+        [],
+    )
+    return model
+
+
+def marked(*frames: list[int]) -> torch.Tensor:
+    media = torch.zeros(len(frames), len(frames[0]), 3, 6, 8)
+    media[:, :, 0] = torch.tensor(frames)[:, :, None, None] / 255
+    media[:, :, 2] = 9 / 255
+    return media
+
+
+def test_safety_is_one_minus_the_surest_exposed_class():
+    output = safety().score(MediaBatch(marked([0], [1], [2], [3]), [""] * 4))
+    assert output.values[:, 0].tolist() == pytest.approx([1, 0.3, 0.7, 1])
+    assert output.extras[1] == {"found": [{"BUTTOCKS_EXPOSED": 0.7, "FACE_MALE": 0.8}]}
+    faces = safety(unsafe=["FACE_MALE"]).score(MediaBatch(marked([0], [1]), ["", ""]))
+    assert faces.values[:, 0].tolist() == pytest.approx([1, 0.2])
+
+
+def test_a_video_is_as_safe_as_its_least_safe_frame():
+    batch = MediaBatch(marked([0, 3, 1, 2, 3]), [""])
+    assert safety().score(batch).values.item() == pytest.approx(0.3)
+    assert safety(num_frames=2).score(batch).values.item() == 1  # only the ends are looked at
+
+
+def test_safety_keeps_the_contract_and_knows_its_classes():
+    check_contract(safety(), MediaBatch(marked([0], [1], [2]), [""] * 3))
+    check_fingerprints([NudeNet(), NudeNet(["FACE_MALE"]), NudeNet(num_frames=2)])
+    assert set(UNSAFE) < set(CLASSES)
+    assert all(name.endswith("_EXPOSED") for name in UNSAFE)
+    for classes in (["NOSE"], []):
+        with pytest.raises(ValueError, match="allowed: ANUS_EXPOSED"):
+            NudeNet(classes)
+    with pytest.raises(ValueError, match="num_frames"):
+        NudeNet(num_frames=0)
+
+
+def test_efficientnet_has_the_published_number_of_weights():
+    # 4.652 million in the paper's repository; with the buffers the file has 4,694,073 numbers.
+    encoder = EfficientNetLite0()
+    encoder.load()
+    assert sum(p.numel() for p in encoder.network.parameters()) == 4_652_008
+    assert sum(v.numel() for v in encoder.network.state_dict().values()) == 4_694_073
+    assert len(encoder.network.state_dict()) == 296
+
+
+def test_efficientnet_pads_like_tensorflow():
+    encoder = EfficientNetLite0()
+    encoder.load()
+    layer = encoder.network.conv_stem
+    picture = torch.rand(1, 3, 6, 7, generator=torch.Generator().manual_seed(1))
+    by_hand = torch.nn.functional.conv2d(
+        torch.nn.functional.pad(picture, [1, 1, 0, 1]), layer.weight, stride=2
+    )  # 6 rows of stride 2 miss one row, below; 7 columns miss two, one on either side
+    torch.testing.assert_close(layer(picture), by_hand)
+
+
+def test_efficientnet_computes_the_features_of_the_published_code():
+    # Written out block by block from the paper's table, before timm's network replaced it.
+    frames = torch.rand(2, 3, 256, 320, generator=torch.Generator().manual_seed(0))
+    encoder = EfficientNetLite0()
+    with torch.no_grad():
+        features = encoder.embed(frames)
+        logits = encoder.network.classifier(features)
+    top = features[0].topk(3)
+    assert top.indices.tolist() == [455, 113, 434]
+    torch.testing.assert_close(
+        top.values, torch.tensor([5.3938, 4.4687, 3.9728]), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(features.mean(1), torch.tensor([0.1313, 0.1214]), atol=1e-4, rtol=0)
+    assert logits[0].topk(3).indices.tolist() == [21, 92, 128]
+
+
+def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(tmp_path):
+    state = torch.load(find_packaged_weights(), weights_only=True)
+    state["_conv_tail.weight"] = state.pop("_conv_head.weight")
+    torch.save(state, tmp_path / "wrong.pth")
+    with pytest.raises(ValueError, match="conv_head") as caught:
+        EfficientNetLite0(str(tmp_path / "wrong.pth"), device="cpu").load()
+    assert "conv_tail" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient():
+    encoder = EfficientNetLite0()
+    frames = example_batch(3).media[:, 0]
+    together = encoder.embed(frames)
+    assert together.shape == (3, encoder.width)
+    assert together.std(0).max() > 1e-3
+    torch.testing.assert_close(encoder.embed(frames[1:2]), together[1:2], atol=1e-4, rtol=1e-4)
+    asking = frames[:1].clone().requires_grad_()
+    encoder.embed(asking).sum().backward()
+    assert asking.grad is not None
+    assert asking.grad.abs().sum() > 0

@@ -1,18 +1,21 @@
 """Levels of rewards in the prompt: those of scores at training, the best ones at sampling."""
 
 import json
+from dataclasses import replace
 from math import nan
 
 import pytest
 import torch
 from PIL import Image
+from torch.testing import assert_close
 
-from flowalign.extra import RewardLevels
+from flowalign.extra import RewardLevels, RewardWords
 from flowalign.sampling.inference import generate
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.recipe import RunContext
-from flowalign.types import Request
+from flowalign.training.rollouts.advantages import mask_unused_rewards
+from flowalign.types import ConditionedPrompt, PromptGuidance, Request
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.scored import batch_of, groups
@@ -142,3 +145,121 @@ def test_the_sampler_asks_as_a_user_does():
 
     assert torch.equal(drawn("tea", SHORT), drawn("tea, yyyyyyy"))
     assert not torch.equal(drawn("tea", SHORT), drawn("tea"))
+
+
+# A word per reward: one at a time in rollouts, where its reward alone counts; all in --------------
+
+
+WORDS = RewardWords(words={"redness": "<r>", "green": "<green>"})
+
+
+def test_rollouts_take_the_words_in_turn_and_sampling_takes_all():
+    asked = [WORDS.for_rollout(Request("a cup"), position) for position in (6, 7, 8)]
+    assert [r.policy_prompt for r in asked] == ["<r> a cup", "<green> a cup", "<r> a cup"]
+    assert [r.conditioned.dims for r in asked] == [("redness",), ("green",), ("redness",)]
+    everything = WORDS.for_inference(Request("a cup"))
+    assert everything.policy_prompt == "<r> <green> a cup"
+    assert everything.conditioned.dims == ("redness", "green")
+
+
+def test_rollouts_are_learned_as_they_were_asked_and_stored_samples_with_all_words():
+    rollout = WORDS.for_rollout(Request("a cup"), 1)
+    assert WORDS.for_training(rollout, {"redness": 1.0}).policy_prompt == "<green> a cup"
+    assert WORDS.for_training(Request("a cup"), {}).policy_prompt == "<r> <green> a cup"
+
+
+def test_credit_of_other_rewards_is_nothing_by_hand():
+    value = torch.tensor([[[1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0]], [[7.0, 8.0, 9.0]]])
+    asked = [
+        Request("a", conditioned=ConditionedPrompt("x a", dims=d)) for d in (("b",), ("c", "a"))
+    ]
+    found = mask_unused_rewards(value, ["a", "b", "c"], [*asked, Request("a")])
+    assert found.tolist() == [[[0, 2, 0]], [[4, 0, 6]], [[7, 8, 9]]]
+    assert mask_unused_rewards(value, ["a", "b", "c"], [Request("a")] * 3) is value
+
+
+@pytest.mark.parametrize("combine", ["sum_of_advantages", "advantage_of_sum"])
+def test_each_prompt_is_compared_by_the_reward_of_its_word(tmp_path, combine):
+    cfg = groups(tmp_path, advantages={"combine": combine})
+    rewards = new_rewards(redness=1.0, green=0.5)
+    stream = cfg.open(new_learner(), StreamContext(rewards, 0, conditioning=WORDS))
+    examples = batch_of(stream).examples
+    own = {"redness": 1.0, "green": 0.5}
+    for place, dim in enumerate(["redness", "green", "redness"]):
+        rows = slice(4 * place, 4 * place + 4)
+        value = examples["scores"][dim][rows]
+        scale = own[dim] if combine == "advantage_of_sum" else 1.0
+        centred = scale * (value - value.mean())
+        expected = centred / (scale * value.std(correction=0) + 1e-4)
+        if combine == "sum_of_advantages":
+            expected = own[dim] * expected
+        assert_close(examples["advantage"][rows], expected, atol=1e-4, rtol=1e-3)
+    asked = stream.requests.batch(0, 3)
+    lengths = [float(len(r.policy_prompt)) for r in asked for _ in range(4)]
+    assert examples["cond"]["length"][:, 0].tolist() == lengths
+
+
+def context(**changes):
+    given = {
+        "policy": PixelPolicy(),
+        "rewards": new_rewards(),
+        "num_steps": 1,
+        "conditioning": WORDS,
+    }
+    return RunContext(**given | changes)
+
+
+def test_a_reward_without_weight_has_no_word(tmp_path):
+    with pytest.raises(ValueError, match="names green, which no reward with a weight gives"):
+        groups(tmp_path).check(context())
+
+
+@pytest.mark.parametrize("scale", ["batch", "pooled"])
+def test_a_comparison_across_prompts_is_refused(tmp_path, scale):
+    run = context(rewards=new_rewards(redness=1.0, green=1.0))
+    with pytest.raises(ValueError, match=f"recipe.data.advantages.scale is {scale}"):
+        groups(tmp_path, advantages={"scale": scale}).check(run)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [({}, "give each"), ({"green": " "}, "give each"), ({"a": "good", "b": "GOOD"}, "twice")],
+)
+def test_words_that_tell_no_rewards_apart_are_refused(words, told):
+    with pytest.raises(ValueError, match=told):
+        RewardWords(words=words)
+
+
+# Guidance -----------------------------------------------------------------------------------------
+
+
+class Shift(PixelPolicy):
+    """A velocity that is the length of the prompt, guided like a pipeline's own guidance."""
+
+    guidance = 3.0
+    evaluations_per_velocity = 2
+
+    def velocity(self, x, sigma, cond):
+        own = cond["length"].expand(-1, 3)
+        return own if self.guidance == 1 else own * self.guidance
+
+
+def drawn(conditioning):
+    seeds = [generator(0, "x", i) for i in range(2)]
+    requests = [Request("tea"), Request("coffee")]
+    policy = Shift()
+    start = torch.cat([policy.noise(1, generator(0, "x", i)) for i in range(2)])
+    return generate(policy, requests, 5, seeds, 2, conditioning=conditioning) - start
+
+
+def test_guidance_weighs_the_prompt_with_and_without_words_by_hand():
+    """The velocity moves data by -v. Words add 12; with nothing, the length is 0."""
+    moved = drawn(replace(WORDS, guidance=PromptGuidance(original=5.0, conditioned=2.0)))
+    expected = [-(5.0 * n + 2.0 * (n + len("<r> <green> "))) for n in (3, 6)]
+    assert_close(moved, torch.tensor(expected)[:, None].expand(2, 3), rtol=1e-5, atol=1e-4)
+
+
+def test_without_guidance_of_its_own_the_policy_s_acts_on_the_conditioned_prompt():
+    moved = drawn(replace(WORDS, guidance=None))
+    expected = [-3.0 * (n + len("<r> <green> ")) for n in (3, 6)]
+    assert_close(moved, torch.tensor(expected)[:, None].expand(2, 3), rtol=1e-5, atol=1e-4)
