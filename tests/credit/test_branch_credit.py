@@ -10,10 +10,8 @@ from flowalign.credit.chain import ControlVariate, Granular, estimate_slope
 from flowalign.credit.contrast import Contrast, contrast
 from flowalign.functional.advantage import group_center
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
-from flowalign.sampling.branching import Chain, Comb, Tree
+from flowalign.sampling import AllButLast, Chain, Comb, Fixed, Sampling, Tree
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.rollouts.rollout_settings import credit_requirements
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
 from flowalign.types.trajectory import Completion

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit.chain import Gain, NextValue, Outcome
-from flowalign.credit.turning_point import TurningPoint
+from flowalign.credit import Gain, NextValue, Outcome, TurningPoint
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
 from flowalign.training.rollouts.collecting import completion_values, rollout

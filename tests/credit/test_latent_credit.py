@@ -8,8 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.credit import Gain, LatentGain, NextLatent, ProcessOutcome
-from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
-from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses import GRPO, PPOClip, StepDPO
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.branching import Comb
 from flowalign.training.policy_gradient.batches import minibatches

@@ -8,10 +8,8 @@ from flowalign.credit.branch import Branch, MixedAdvantage, least_variance_share
 from flowalign.credit.chain import Outcome
 from flowalign.functional.advantage import advantages, compare_in_groups
 from flowalign.functional.transition import FlowSDE
-from flowalign.sampling.branching import Chain, Comb
+from flowalign.sampling import AllButLast, Chain, Comb, Sampling
 from flowalign.sampling.rollout import RolloutOutputs, empty_trajectory, sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import AllButLast
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.credited import Given

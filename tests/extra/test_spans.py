@@ -12,8 +12,7 @@ from flowalign.extra.span_grpo import span_log_density
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import CPS, FlowSDE, log_density, transition
 from flowalign.losses import GRPO, PPOClip
-from flowalign.sampling.branching import Comb
-from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling import Comb, Fixed
 from flowalign.training.policy_gradient.batches import join_spans, minibatches
 from flowalign.training.policy_gradient.checks import replay_drift
 from flowalign.training.policy_gradient.policy_gradient_loop import update

@@ -20,11 +20,10 @@ from flowalign.functional.noise_matching import (
     velocity_to_data,
 )
 from flowalign.losses.matching.sft import SFT
+from flowalign.training.matching import LogitNormal, SamplerGrid, Teacher, Uniform
 from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples
-from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import divergence, matching_residuals
 from flowalign.training.matching.state_source import ForwardNoise, GuidedStep
-from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
 from flowalign.types import Batch, VelocityField
 from tests.fixtures.golden import load, tiny_velocity

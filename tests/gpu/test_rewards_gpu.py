@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.preference.clip_rewards import PickScore
-from reward_models.signals.temporal import TemporalFlicker
-from reward_models.wrappers.trained import TrainedReward
+from reward_models import PickScore, TemporalFlicker, TrainedReward
 
 pytestmark = [
     pytest.mark.gpu,

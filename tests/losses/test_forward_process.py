@@ -17,12 +17,11 @@ from flowalign.functional.transition import CPS, per_row
 from flowalign.losses import AWM, CRD, DGPO, NFT
 from flowalign.losses.matching.fdfo import FDFO, pair_contrast, simple_policy_loss
 from flowalign.sampling.sde_windows import AllButLast
+from flowalign.training.matching import SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.state_source import VisitedStates
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import FIELDS

@@ -9,15 +9,20 @@ from torch.testing import assert_close
 
 from flowalign.extra.regional_dpo import DenseDPO, FocusDPO, LocalDPO
 from flowalign.functional.noise_matching import sample_error
-from flowalign.losses.matching.dpo import DPO, AutoBeta
-from flowalign.losses.matching.gradient_balance import GradientBalance
-from flowalign.losses.matching.kto import KTO
-from flowalign.losses.matching.linear_dpo import LinearDPO
-from flowalign.losses.matching.links import IPO, Hinge, Sigmoid
-from flowalign.losses.matching.mapo import MaPO
-from flowalign.losses.matching.rwr import RWR
-from flowalign.losses.matching.safeguard import Safeguard
-from flowalign.losses.matching.sft import SFT
+from flowalign.losses import (
+    DPO,
+    IPO,
+    KTO,
+    RWR,
+    SFT,
+    AutoBeta,
+    GradientBalance,
+    Hinge,
+    LinearDPO,
+    MaPO,
+    Safeguard,
+    Sigmoid,
+)
 from flowalign.types import ALONE, Batch, LossContext
 from tests.fixtures.golden import load
 

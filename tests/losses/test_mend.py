@@ -17,11 +17,9 @@ from flowalign.losses.matching.mend import (
     reward_cap,
 )
 from flowalign.rewards.composite import Rewards
+from flowalign.training.matching import RewardProposals, SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching
-from flowalign.training.matching.reward_proposals import RewardProposals
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.state_source import VisitedStates
-from flowalign.training.matching.times import SamplerGrid
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness
 from tests.fixtures.preference import train
 from tests.fixtures.scored import batch_of, groups

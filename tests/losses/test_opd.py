@@ -13,12 +13,10 @@ from flowalign.functional.transition import CPS
 from flowalign.losses.matching.opd import OPD
 from flowalign.losses.matching.opsd import OPSD, opsd
 from flowalign.rewards.composite import Rewards
+from flowalign.training.matching import RewardAscent, SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.state_source import VisitedStates
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.types import Batch, LossContext
 from tests.fixtures.golden import load

@@ -10,14 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain, Granular, NextValue, Outcome
-from flowalign.credit.turning_point import TurningPoint
+from flowalign.credit import Branch, Gain, Granular, NextValue, Outcome, TurningPoint
 from flowalign.data.requests import Requests
 from flowalign.reports.credit_view import Scale, make_tables, read_credit
 from flowalign.reports.run_report import write_report
-from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling import Chain, Comb, Fixed, Tree
 from flowalign.training.policy_gradient.credit_record import (
     CreditRecorder,
     branches,

@@ -5,9 +5,7 @@ import threading
 import pytest
 import torch
 
-from flowalign.rewards.checked import RewardError, RewardFailure
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.function_reward import FunctionReward
+from flowalign.rewards import FunctionReward, RewardError, RewardFailure, Rewards
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.embedded import new_sd3

@@ -14,12 +14,17 @@ from flowalign.api.objects import share_rewards
 from flowalign.credit.chain import Gain
 from flowalign.data.requests import read_requests
 from flowalign.functional import pairing
-from flowalign.rewards import combine
-from flowalign.rewards.checked import RewardError, RewardFailure
+from flowalign.rewards import (
+    LogSigmoidCentred,
+    RewardError,
+    RewardFailure,
+    Rewards,
+    Thresholds,
+    TransformedValues,
+    combine,
+)
 from flowalign.rewards.combine import Multipliers
-from flowalign.rewards.composite import Rewards
 from flowalign.rewards.function_reward import CallableReward
-from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, TransformedValues
 from flowalign.training.checkpoint import restore, save
 from flowalign.training.rollouts.advantages import not_dominated
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout

@@ -19,17 +19,14 @@ from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.data.media.encode import read_sound, write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
+from flowalign.rewards import CheckedReward, RewardError, Rewards, Thresholds
 from flowalign.rewards.batching import Limits
-from flowalign.rewards.checked import CheckedReward, RewardError
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import Thresholds
 from flowalign.rewards.reward_server import start_queues
 from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
-from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching import Rollouts, SamplerGrid
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import (
@@ -41,16 +38,17 @@ from flowalign.types import (
     SoundDecoder,
     plain_requests,
 )
-from reward_models.backbones.encoders import Encoder
-from reward_models.questions.checklist import vision_reward_video
-from reward_models.questions.question_set import read_question_set
-from reward_models.signals.temporal import (
+from reward_models import (
     DynamicDegree,
     FlowSmoothness,
+    Gated,
+    PerFrame,
     SubjectConsistency,
     TemporalFlicker,
+    vision_reward_video,
 )
-from reward_models.wrappers.composed import Gated, PerFrame
+from reward_models.backbones.encoders import Encoder
+from reward_models.questions.question_set import read_question_set
 from tests.fixtures.credited import credited
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness

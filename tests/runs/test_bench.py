@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowalign.runs import bench
+from flowalign.runs import bench, start
 from flowalign.runs.bench import Floor
 from flowalign.runs.config import load
-from flowalign.runs.session import start
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.utils.costs import Stages, stage
 

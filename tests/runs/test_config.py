@@ -21,14 +21,12 @@ from flowalign.cli import main as cli
 from flowalign.cli.check import join_ranges
 from flowalign.cli.main import run_verb
 from flowalign.cli.options import read_settings
-from flowalign.runs.config import LoadedRun, load
-from flowalign.runs.config.loading import load_with_origins
+from flowalign.runs.config import LoadedRun, load, load_with_origins
 from flowalign.runs.planning import plan
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml
-from pipelines.families.sd3 import SD3
-from pipelines.network.weights import Lora
+from pipelines import SD3, Lora
 from tests.fixtures.commands import exit_code, refusal
 from tests.fixtures.run_files import complaint, write_changed
 

@@ -12,12 +12,10 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign.extra import RewardLevels, RewardWords
-from flowalign.runs import checks, load, start, train
+from flowalign.runs import Session, checks, load, plan, start, train
 from flowalign.runs.checks import VelocityCheck
 from flowalign.runs.model_card import Evidence, describe_subject, model_card
-from flowalign.runs.planning import plan
 from flowalign.runs.sampling_job import SamplingJob, write_folder
-from flowalign.runs.session import Session
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.recipe import Recipe
 from flowalign.types import Request

@@ -8,8 +8,7 @@ import pytest
 import torch
 import yaml
 
-from flowalign.rewards.checked import RewardError
-from flowalign.rewards.composite import Rewards
+from flowalign.rewards import RewardError, Rewards
 from flowalign.rewards.config import load_rewards
 from flowalign.runs.config import load
 from flowalign.types import MediaBatch

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flowalign.cli.probe import format_credit
-from flowalign.credit.chain import LambdaReturn
-from flowalign.credit.critic import Critic
+from flowalign.credit import Critic, LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import best_weights, cross_fit, moments, sibling_gain
 from flowalign.functional.transition import FlowSDE, transition

@@ -5,11 +5,7 @@ import pytest
 import torch
 
 from flowalign.credit.chain import Gain
-from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.rollout import sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.sampling.stepping import complete
+from flowalign.sampling import AllButLast, Comb, Fixed, Sampling, Tree, complete, sample
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests

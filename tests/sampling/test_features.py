@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from flowalign.credit.chain import LambdaReturn
-from flowalign.credit.critic import Critic
-from flowalign.sampling.branching import Tree
+from flowalign.credit import Critic, LambdaReturn
+from flowalign.sampling import Fixed, Sampling, Tree
 from flowalign.sampling.rollout import RolloutOutputs, concat_trajectories, sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.stepping import FeatureRecorder, average_places, last_layers
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.state_values import Experience

@@ -5,17 +5,13 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.functional.transition import DanceSDE, FlowSDE, log_density, transition
-from flowalign.sampling.branching import Tree
-from flowalign.sampling.inference import generate
+from flowalign.sampling import Fixed, FrameWindow, Sampling, Tree, generate, sample
 from flowalign.sampling.reward_guidance import (
     Euphonium,
     FlowNRG,
     GuidedTransition,
     compute_gradient,
 )
-from flowalign.sampling.rollout import sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import Fixed, FrameWindow
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.latent import LatentRedness

@@ -16,11 +16,8 @@ from flowalign.functional.transition import (
     transition,
 )
 from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
-from flowalign.sampling.branching import Tree
-from flowalign.sampling.inference import generate
+from flowalign.sampling import AllButLast, Fixed, Sampling, Tree, generate
 from flowalign.sampling.rollout import RolloutOutputs, Storage, sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.stepping import complete, evaluate_velocity
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout

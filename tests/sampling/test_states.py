@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain
+from flowalign.credit import Branch, Gain
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
-from flowalign.sampling.branching import Comb, Tree
+from flowalign.sampling import AllButLast, Comb, Fixed, Storage, Tree
 from flowalign.sampling.rollout import concat_trajectories
 from flowalign.sampling.rollout_replay import CachedReplay
-from flowalign.sampling.sampling_settings import Storage
-from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.reference import unguided
 from flowalign.training.reward_gradient import FromRollouts

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowalign import runs
-from flowalign.credit.chain import LambdaReturn
-from flowalign.credit.critic import Critic
+from flowalign.credit import Critic, LambdaReturn
 from flowalign.runs.config import Run
 from flowalign.runs.run_directory import clear
 from flowalign.sampling.sde_windows import Random

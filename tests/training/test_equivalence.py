@@ -5,16 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from flowalign.credit.chain import LambdaReturn
-from flowalign.credit.critic import Critic
+from flowalign.credit import Critic, LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
 from flowalign.gradient_paths import DRaFTLV, LeapAlign
-from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
-from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses import GRPO, PPOClip, RatioNorm, StepDPO
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import Random
+from flowalign.sampling import Random, Sampling
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop

@@ -6,9 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flowalign.runs import run_memory
+from flowalign.runs import plan, run_memory
 from flowalign.runs.config import load
-from flowalign.runs.planning import plan
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import put_back, state_tensors
 from flowalign.training.learner import MOMENT_BYTES, Optimizer, new_optimizer

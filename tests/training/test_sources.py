@@ -20,9 +20,8 @@ from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.sampling_job import Medium, _format_rows
 from flowalign.training.held_out_evaluation import Evaluation, evaluate, save_grid
-from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching import Rollouts, StoredDataset
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
 from flowalign.types.request import Request
 from tests.fixtures.pixel import PixelPolicy

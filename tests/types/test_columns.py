@@ -34,14 +34,17 @@ from flowalign.losses import (
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling import AllButLast, Comb, Sampling
 from flowalign.training.learner import Learner
+from flowalign.training.matching import (
+    GuidedStep,
+    OnPolicyStates,
+    RewardAscent,
+    SamplerGrid,
+    StoredDataset,
+    VisitedStates,
+)
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.on_policy_states import OnPolicyStates
 from flowalign.training.matching.residuals import matching_residuals, select_fields
-from flowalign.training.matching.reward_ascent import RewardAscent
 from flowalign.training.matching.source import BatchStream, StreamContext
-from flowalign.training.matching.state_source import GuidedStep, VisitedStates
-from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import UncertaintyGate
 from flowalign.training.rollouts.advantages import RewardMap

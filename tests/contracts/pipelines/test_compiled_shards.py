@@ -8,8 +8,7 @@ import torch
 from flowalign.distributed.shard_weights import Shards
 from flowalign.types import Request, Setup, Sharding, Speed
 from flowalign.utils.adapters import adapters_off
-from pipelines.families.sd3 import SD3
-from pipelines.network.weights import Lora
+from pipelines import SD3, Lora
 from tests.fixtures.embedded import FOLDER, move
 from tests.fixtures.ranks import on_ranks
 

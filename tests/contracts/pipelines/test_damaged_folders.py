@@ -14,13 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipelines.families.cogvideox import CogVideoX
-from pipelines.families.flux1 import Flux1
-from pipelines.families.hunyuan import HunyuanVideo
-from pipelines.families.ltx import LTX
-from pipelines.families.sd3 import SD3
-from pipelines.families.unet import SD15, SDXL
-from pipelines.families.wan import Wan, Wan22, WanI2V
+from pipelines import LTX, SD3, SD15, SDXL, CogVideoX, Flux1, HunyuanVideo, Wan, Wan22, WanI2V
 from tests.fixtures.families import TINY_SD3
 from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl

@@ -7,9 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flowalign.types import Quantization, Setup
-from pipelines.families.hunyuan import HunyuanVideo
-from pipelines.families.ltx import LTX
-from pipelines.families.wan import Wan
+from pipelines import LTX, HunyuanVideo, Wan
 from pipelines.network.weights import count_gathered
 from pipelines.parts.folder import Folder
 from pipelines.parts.memory import peak_bytes, unet_activations

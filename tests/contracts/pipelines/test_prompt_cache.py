@@ -18,10 +18,7 @@ from flowalign.runs.config import Run, load
 from flowalign.sampling.inference import without_guidance
 from flowalign.types import ModelPlan, Request, encode_requests
 from flowalign.utils.errors import ConfigError
-from pipelines.families.ltx import LTX
-from pipelines.families.sd3 import SD3
-from pipelines.families.wan import Wan
-from pipelines.policy import DiffusersPolicy
+from pipelines import LTX, SD3, DiffusersPolicy, Wan
 from pipelines.text_encoder import TextEncoder
 from pipelines.video import Video
 from tests.fixtures.components import components

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from flowalign.types import Setup
+from pipelines import SD3, Wan
 from pipelines.codec import Codec, SingleFrameCodec, check_tile
 from pipelines.families.flux2 import PatchCodec
 from pipelines.families.qwen_image import AlphaCodec
-from pipelines.families.sd3 import SD3
-from pipelines.families.wan import Wan
 from pipelines.parts.memory import peak_bytes
 from pipelines.video import Video
 from tests.fixtures import tiny_images

@@ -8,28 +8,32 @@ import pytest
 import torch
 
 from flowalign.types import MAY_PASS, MediaBatch, RewardSpec
-from reward_models.backbones.detection import Detection
-from reward_models.backbones.pixels import pad_to_square
-from reward_models.chat.chat_client import Server
-from reward_models.chat.edit_score import EditScore
-from reward_models.chat.first_token import Levels, ServedYesNo, YesNo, deqa
-from reward_models.chat.judge import ChatJudge, Sampling
-from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
-from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pair_judges import WinRate
-from reward_models.chat.rational_rewards import RationalPair, RationalRewards
-from reward_models.chat.template import encode_image, read_template
-from reward_models.chat.unified_reward import (
+from reward_models import (
+    Drift,
+    EditScore,
+    Levels,
+    OneReward,
+    RationalPair,
+    RationalRewards,
+    ServedYesNo,
+    ShapesDetector,
     UnifiedRewardEdit,
     UnifiedRewardPair,
     UnifiedRewardPoint,
+    VideoScore2,
+    VQAScore,
+    WinRate,
+    YesNo,
+    deqa,
+    vision_reward_video,
 )
-from reward_models.chat.video_score2 import VideoScore2
-from reward_models.questions.checklist import vision_reward_video
-from reward_models.questions.vqa_score import VQAScore
+from reward_models.backbones.detection import Detection
+from reward_models.backbones.pixels import pad_to_square
+from reward_models.chat.chat_client import Server
+from reward_models.chat.judge import ChatJudge, Sampling
+from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor, paint_artefacts
+from reward_models.chat.template import encode_image, read_template
 from reward_models.verifiers.shapes import BACKGROUND
-from reward_models.verifiers.truth import ShapesDetector
-from reward_models.wrappers.composed import Drift
 from tests.fixtures.chat_server import MODEL, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
+from reward_models import EditScore, OneReward, RationalPair, UnifiedRewardPair, WinRate
 from reward_models.chat.chat_client import Server
-from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge import Sampling
-from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pair_judges import WinRate
-from reward_models.chat.rational_rewards import RationalPair
-from reward_models.chat.unified_reward import UnifiedRewardPair
 from tests.fixtures.chat_server import MODEL, Reply
 from tests.fixtures.reward_contract import check_gradient, check_spec, example_batch
 

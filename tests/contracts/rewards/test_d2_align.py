@@ -10,9 +10,8 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from flowalign.types import MediaBatch
+from reward_models import JpegSize, PickScore
 from reward_models.backbones.clip_towers import guide_text
-from reward_models.preference.clip_rewards import PickScore
-from reward_models.signals.jpeg import JpegSize
 from reward_models.wrappers.d2_align import D2Align, learn_shift, read_listing
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_fingerprints, example_batch

@@ -9,13 +9,16 @@ import torch
 from flowalign.data.compatibility import check_requests
 from flowalign.rewards.composite import Rewards
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
+from reward_models import (
+    EditScore,
+    OneReward,
+    RationalPair,
+    RationalRewards,
+    UnchangedPixels,
+    WinRate,
+)
 from reward_models.chat.chat_client import Server
-from reward_models.chat.edit_score import EditScore
 from reward_models.chat.judge import Sampling
-from reward_models.chat.one_reward import OneReward
-from reward_models.chat.pair_judges import WinRate
-from reward_models.chat.rational_rewards import RationalPair, RationalRewards
-from reward_models.signals.source_consistency import UnchangedPixels
 from tests.fixtures.chat_server import MODEL, Reply
 from tests.fixtures.pixel import PixelPolicy
 

@@ -9,9 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models import EfficientNetLite0, PickScore, QwenYesNo, TransformersDetector
+from reward_models import EfficientNetLite0, Gated, PickScore, QwenYesNo, TransformersDetector
 from reward_models.backbones.reward_bases import choose_device, require_device
-from reward_models.wrappers.composed import Gated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models import Drift, JpegSize, PerFrame
 from reward_models.backbones.encoders import EfficientNetLite0, Encoder, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals import temporal
-from reward_models.signals.jpeg import JpegSize
 from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
@@ -29,7 +29,6 @@ from reward_models.signals.temporal import (
     flow_acceleration,
     to_grey,
 )
-from reward_models.wrappers.composed import Drift, PerFrame
 from tests.fixtures.golden import load
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 

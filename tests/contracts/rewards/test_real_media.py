@@ -14,10 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from flowalign.types import MediaBatch, RewardModel
-from reward_models.backbones.encoders import EfficientNet, EfficientNetLite0
-from reward_models.detection.ocr import OCR, RapidOCR
-from reward_models.detection.safety import NudeNet
-from reward_models.signals.jpeg import JpegSize
+from reward_models import OCR, Drift, EfficientNet, EfficientNetLite0, JpegSize, NudeNet, RapidOCR
 from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
@@ -27,7 +24,6 @@ from reward_models.signals.temporal import (
     flow_acceleration,
     to_grey,
 )
-from reward_models.wrappers.composed import Drift
 
 pytestmark = pytest.mark.slow
 

@@ -8,20 +8,25 @@ import pytest
 from flowalign.cli.main import main
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
-from reward_models.backbones.yes_no_judges import QwenYesNo
+from reward_models import (
+    ArtefactMap,
+    Checklist,
+    EditScore,
+    Gated,
+    MagicAssessor,
+    PerFrame,
+    QwenYesNo,
+    RegionReward,
+    ServedYesNo,
+    ShapesDetector,
+    UnifiedRewardPair,
+    UnifiedRewardPoint,
+    VQAScore,
+    WinRate,
+)
 from reward_models.chat import template
 from reward_models.chat.chat_client import Server
-from reward_models.chat.edit_score import EditScore
-from reward_models.chat.first_token import ServedYesNo
-from reward_models.chat.magic_assessor import ArtefactMap, MagicAssessor
-from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.template import OFFICIAL, read_template
-from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
-from reward_models.detection.region_reward import RegionReward
-from reward_models.questions.checklist import Checklist
-from reward_models.questions.vqa_score import VQAScore
-from reward_models.verifiers.truth import ShapesDetector
-from reward_models.wrappers.composed import Gated, PerFrame
 
 SERVER = Server("http://127.0.0.1:1/v1", "judge")
 TEXT = "Be strict.\n=== user ===\nRate {media} for {prompt}."

@@ -23,10 +23,9 @@ from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.folders import Claim
+from reward_models import ShapesVerifier, TrainedReward
 from reward_models.backbones.backbones import Lora, PooledFrames
 from reward_models.backbones.encoders import EfficientNet, Encoder, OpenClip
-from reward_models.verifiers.shapes import ShapesVerifier
-from reward_models.wrappers.trained import TrainedReward
 
 pytestmark = pytest.mark.slow
 

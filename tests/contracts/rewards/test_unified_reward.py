@@ -7,19 +7,14 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
+from reward_models import UnifiedRewardEdit, UnifiedRewardPair, UnifiedRewardPoint, WinRate
 from reward_models.backbones.pixels import parts
-from reward_models.chat.pair_judges import WinRate
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.unified_answers import (
     parse_higher,
     parse_report,
     parse_shares,
     parse_thoughts,
-)
-from reward_models.chat.unified_reward import (
-    UnifiedRewardEdit,
-    UnifiedRewardPair,
-    UnifiedRewardPoint,
 )
 
 AXES = ("alignment", "coherence", "style")

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch, prompts_of
-from reward_models.detection.ocr import OCR, RapidOCRLine
+from reward_models import OCR, RapidOCRLine, ShapesMap, WordsMap
 from reward_models.verifiers.shapes import find_objects
-from reward_models.verifiers.truth import ShapesMap, WordsMap
 from reward_models.verifiers.words import (
     FONTS,
     HEIGHT,

@@ -9,14 +9,13 @@ from PIL import Image
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.functional.noise_matching import add_noise
 from flowalign.losses.matching.dpo import DPO
+from flowalign.training.matching import StoredDataset, Teacher
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.reference_models import Teacher
 from flowalign.training.matching.residuals import matching_residuals, select_fields
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import ForwardNoise
-from flowalign.training.matching.stored import StoredDataset
 from flowalign.types import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import checked, new_learner, new_rewards

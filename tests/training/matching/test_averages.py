@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from flowalign.losses import AWM, CRD, DGPO, NFT, LinearDPO
 from flowalign.training import checkpoint
-from flowalign.training.matching import residuals
+from flowalign.training.matching import Uniform, residuals
 from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import (
@@ -18,7 +18,6 @@ from flowalign.training.matching.reference_models import (
     FrozenBase,
     GuidedReference,
 )
-from flowalign.training.matching.times import Uniform
 from flowalign.training.reference import EMA, Guided, Ramp, conditional, unguided
 from flowalign.types import Batch, plain_requests
 from flowalign.utils.errors import TrainingFailure

@@ -10,20 +10,17 @@ from torch.testing import assert_close
 
 from flowalign.distributed.processes import Processes
 from flowalign.functional.transition import FlowSDE, transition
-from flowalign.losses.matching.opd import OPD
-from flowalign.losses.matching.sft import SFT
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
+from flowalign.losses import OPD, SFT
+from flowalign.sampling import AllButLast, Fixed, NoSteps, Sampling
 from flowalign.training.checkpoint import latest
+from flowalign.training.matching import OnPolicyStates, SamplerGrid, Uniform
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.matching_settings import STEP_FIELD
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.on_policy_states import OnPolicyStates
 from flowalign.training.matching.reference_models import Teacher, start_from
 from flowalign.training.matching.residuals import matching_residuals, select_fields
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.state_source import ForwardNoise, GuidedStep, VisitedStates
-from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs

@@ -8,21 +8,20 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from flowalign import runs
-from flowalign.losses.matching.dpo import DPO, AutoBeta
-from flowalign.losses.matching.linear_dpo import LinearDPO
+from flowalign.losses import DPO, AutoBeta, LinearDPO
 from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
-from flowalign.training.matching import matching_loop
-from flowalign.training.matching.reference_models import (
+from flowalign.training.matching import (
     EMAReference,
     FrozenBase,
     PeriodicCopy,
+    StoredDataset,
     Teacher,
+    matching_loop,
 )
-from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.reference import Ema, WeightOverride, conditional
 from flowalign.types import UserConditioning, plain_requests
 from tests.fixtures.embedded import move, new_sd3

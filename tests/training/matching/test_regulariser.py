@@ -8,11 +8,10 @@ import torch
 from flowalign.gradient_paths import DRaFT
 from flowalign.losses import DPO, NFT, SFT
 from flowalign.rewards.composite import Rewards
+from flowalign.training.matching import StoredDataset, Uniform
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.regulariser import Regulariser
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.matching.times import Uniform
 from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness

@@ -10,28 +10,20 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain, LambdaReturn, NextValue, Outcome
-from flowalign.credit.critic import Critic
+from flowalign.credit import Branch, Critic, Gain, LambdaReturn, NextValue, Outcome
 from flowalign.distributed.processes import Processes
 from flowalign.functional.agreement import spearman
 from flowalign.functional.noise_matching import step_at
 from flowalign.functional.solver import second_order_step
-from flowalign.losses.matching.awm import AWM
-from flowalign.losses.matching.crd import CRD
-from flowalign.losses.matching.dgpo import DGPO
-from flowalign.losses.matching.nft import NFT
-from flowalign.losses.matching.sft import SFT
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import Thresholds
+from flowalign.losses import AWM, CRD, DGPO, NFT, SFT
+from flowalign.rewards import Rewards, Thresholds
 from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.training.checkpoint import latest, read_loop
+from flowalign.training.matching import SamplerGrid, StoredDataset, Uniform
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
-from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.stored_credit import lead_of_chosen
-from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
 from flowalign.training.reference import EMA
 from flowalign.types.trajectory import Completion

@@ -26,17 +26,12 @@ from flowalign.data.preference.preference_data import (
 )
 from flowalign.data.prefetch import EpochSampler
 from flowalign.distributed.processes import Processes
-from flowalign.losses.matching.dpo import DPO, AutoBeta
-from flowalign.losses.matching.kto import KTO
-from flowalign.losses.matching.sft import SFT
+from flowalign.losses import DPO, KTO, SFT, AutoBeta
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
+from flowalign.training.matching import EMAReference, Rollouts, SamplerGrid, StoredDataset
 from flowalign.training.matching.checks import measure_held_out
-from flowalign.training.matching.reference_models import EMAReference
-from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
 from flowalign.utils.costs import Costs

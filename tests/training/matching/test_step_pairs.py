@@ -7,18 +7,15 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain
+from flowalign.credit import Branch, Gain
 from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
 from flowalign.functional.noise_matching import step_at
-from flowalign.sampling.branching import Comb
+from flowalign.sampling import Comb, Fixed, NoSteps
 from flowalign.sampling.sampling_settings import StochasticSampling
-from flowalign.sampling.sde_windows import Fixed, NoSteps
+from flowalign.training.matching import Rollouts, SamplerGrid
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.pair_streams import count_pairs, pair_steps, weigh_gaps
-from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.collecting import compute_credit
 from flowalign.types.trajectory import Completion
 from tests.fixtures.pixel import PixelPolicy

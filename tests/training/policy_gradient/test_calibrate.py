@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from flowalign import runs
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain
+from flowalign.credit import Branch, Gain
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import CPS, DanceSDE
 from flowalign.rewards.config import WeightedReward
 from flowalign.runs import run_directory
 from flowalign.runs.config import Run
-from flowalign.sampling.branching import Comb
+from flowalign.sampling import Comb, Fixed, Random, sample
 from flowalign.sampling.calibration import Calibration, read_calibration
-from flowalign.sampling.rollout import sample
-from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient.calibrate import draws
 from flowalign.types.trajectory import Completion

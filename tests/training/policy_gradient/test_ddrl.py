@@ -7,9 +7,8 @@ from torch.testing import assert_close
 
 from flowalign.functional.advantage import exponential_advantages
 from flowalign.losses import SFT
+from flowalign.training.matching import SamplerGrid, StoredDataset
 from flowalign.training.matching.regulariser import Regulariser
-from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from tests.fixtures.pixel import PixelPolicy

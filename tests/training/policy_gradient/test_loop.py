@@ -16,8 +16,7 @@ from flowalign.losses.policy_gradient.grpo import (
     RatioNorm,
     RewardClip,
 )
-from flowalign.rewards.checked import RewardFailure
-from flowalign.rewards.composite import Rewards
+from flowalign.rewards import RewardFailure, Rewards
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.learner import Optimizer
 from flowalign.training.policy_gradient.batches import minibatches

@@ -9,12 +9,10 @@ import torch
 import yaml
 from torch.testing import assert_close
 
-from flowalign.credit.chain import Gain, Outcome
-from flowalign.credit.contrast import Contrast
+from flowalign.credit import Contrast, Gain, Outcome
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import Moments, best_weights
-from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
-from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses import GRPO, PPOClip, StepDPO
 from flowalign.runs.config import load
 from flowalign.sampling.sde_windows import Fixed, Random, RandomSubset
 from flowalign.training.policy_gradient import step_gradients

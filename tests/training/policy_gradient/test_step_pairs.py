@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.credit.branch import Branch
-from flowalign.credit.chain import Gain, Outcome
+from flowalign.credit import Branch, Gain, Outcome
 from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
-from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.policy_gradient.batches import (
     RolloutBatch,
     fill,

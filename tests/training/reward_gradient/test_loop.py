@@ -12,8 +12,7 @@ from flowalign.extra import FlowBPLagrange
 from flowalign.functional.noise_matching import sample_error
 from flowalign.gradient_paths import DirectAlign, DRaFT, DRaFTLV, LeapAlign
 from flowalign.losses import Distance, Margin, Maximise
-from flowalign.rewards.checked import RewardFailure
-from flowalign.rewards.composite import Rewards
+from flowalign.rewards import RewardFailure, Rewards
 from flowalign.rewards.objectives import ControlWords
 from flowalign.training.engine import Statistics, accumulate
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient

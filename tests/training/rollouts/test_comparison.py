@@ -8,9 +8,8 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.data.preference.preference_data import BestWorst, Dominance, Gap
+from flowalign.rewards import LogSigmoidCentred, Rewards, Thresholds
 from flowalign.rewards.combine import pareto_mask
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.rollouts.advantage_config import AdvantageConfig

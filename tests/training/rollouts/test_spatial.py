@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.losses.matching.awm import AWM
-from flowalign.losses.matching.nft import NFT
-from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip, RatioNorm
+from flowalign.losses import AWM, GRPO, NFT, PPOClip, RatioNorm
 from flowalign.reports.credit_view import read_credit
 from flowalign.rewards.composite import Rewards
 from flowalign.training.matching.matching_recipe import Matching
