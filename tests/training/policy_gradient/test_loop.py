@@ -21,6 +21,7 @@ from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.learner import Optimizer
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
+from flowalign.training.reference import EMA
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,
