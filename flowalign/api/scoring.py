@@ -95,8 +95,7 @@ def score(
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
         blocks = run(job, lambda *_: None, Throughput())
         finish(folder, blocks, "parquet", {}).check(share)
-    rows = to_columns([join_own_columns(row) for row in job.parts.rows(blocks)])
-    return Table(rows, folder, temporary)
+    return Table(to_columns([*map(join_own_columns, job.parts.rows(blocks))]), folder, temporary)
 
 
 @advise_in_python()
