@@ -176,8 +176,9 @@ def record_settings(manifest: Path, settings: Mapping[str, Any], maker: str) -> 
 def compare_settings(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
     """Raise ValueError for a folder that was made with other settings or has other files."""
     folder = manifest.parent
-    if not manifest.exists():
-        found = {path.name for path in folder.glob("*") if path.is_file()}
+    # Read once: another shard of the same job may write the manifest at any time.
+    found = {path.name for path in folder.glob("*") if path.is_file()}
+    if manifest.name not in found:
         if any(not name.startswith(".") for name in found):
             raise ValueError(f"{folder} holds files that {maker} did not write")
         return

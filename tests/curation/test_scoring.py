@@ -29,7 +29,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.rewards.function_reward import CallableReward
 from flowalign.types import MAY_PASS, RewardModel, RewardOutput
-from flowalign.utils.folders import hold_lock, record_settings
+from flowalign.utils.folders import compare_settings, hold_lock, record_settings
 from reward_models.chat.chat_client import Server
 from reward_models.chat.judge import Sampling
 from reward_models.chat.unified_reward import AXES, UnifiedRewardPoint
@@ -517,6 +517,20 @@ def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="a scoring job did not write"):
         record_settings(tmp_path / "manifest.json", {"data": "a"}, "a scoring job")
+
+
+def test_a_manifest_that_another_shard_writes_meanwhile_is_no_foreign_file(tmp_path, monkeypatch):
+    manifest = tmp_path / "manifest.json"
+    listing = Path.glob
+
+    def list_after_the_other_has_written(folder, pattern):
+        manifest.write_text('{"data": "a"}')
+        return listing(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", list_after_the_other_has_written)
+    compare_settings(manifest, {"data": "a"}, "a scoring job")
+    with pytest.raises(ValueError, match="data differ"):
+        compare_settings(manifest, {"data": "b"}, "a scoring job")
 
 
 def test_two_processes_do_not_score_the_same_shard(tmp_path):
