@@ -42,6 +42,7 @@ class TextEncoder(PromptEncoder):
     def open(self, pipe: Any, device: torch.device) -> None:
         """Take over a loaded pipeline."""
         self.pipe, self.device = pipe, device
+        self.micro_batch = self.network.setup.text_micro_batch
 
     @property
     def offloaded(self) -> tuple[str, ...]:

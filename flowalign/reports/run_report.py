@@ -43,7 +43,7 @@ _CHECKS = {
     "loss_at_start": ("loss before any update", "loss of a policy equal to its reference"),
     "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
     "mode_drift": ("largest |log ratio| between passes with and without gradient", "near 0"),
-    "gradient_rms": ("root mean square of the first gradient", "above optimizer.eps"),
+    "gradient_rms": ("root mean square of the first gradient", "above 100 optimizer.eps"),
     "gradient_share": ("share of the trained parameters that had a gradient", "1"),
     "kl_gradient": ("size of the gradient of the KL term", "above 0"),
     "max_rank_difference": ("difference between the weights of the ranks", "0"),

@@ -31,6 +31,7 @@ ACCEPTED = (
     "sharding",
     "offload",
     "prompt_cache",
+    "text_micro_batch",
     "decode_micro_batch",
     "threads",
     "output_dir",

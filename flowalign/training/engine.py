@@ -233,7 +233,7 @@ class WeightChecks:
             )
 
     def _compare_with_eps(self, metrics: Mapping[str, float]) -> None:
-        """Warn if Adam's eps, and not the gradient, sets the size of the first update.
+        """Warn if Adam's eps, and not only the gradient, sets the size of the first update.
 
         Weights without a gradient are left out, as at first the matrices A of a LoRA.
         """
@@ -242,11 +242,12 @@ class WeightChecks:
         norm = min(metrics.get("optim/grad_norm", 0.0), learner.cfg.max_grad_norm)
         rms, eps = norm / sqrt(max(count, 1)), learner.cfg.eps
         self.found["check/gradient_rms"] = rms
-        if 0 < rms < eps:
+        if 0 < rms < 100 * eps:
             self.log(
-                f"warning: the first gradient has a root mean square of {rms:.1e}, below "
-                f"optimizer.eps {eps:g}, so weights move by less than {rms / eps:.0%} of the "
-                f"learning rate: set optimizer.eps to {rms / 1e3:.0e}"
+                f"warning: the first gradient has a root mean square of {rms:.1e}, less than 100 "
+                f"times optimizer.eps {eps:g}: weights with such a gradient move by "
+                f"{rms / (rms + eps):.2g} of the learning rate, and others by less; "
+                f"set optimizer.eps to {rms / 1e3:.0e}"
             )
 
     def _check_kinds(self) -> None:

@@ -138,6 +138,8 @@ class Setup:
     offload: Offload = "none"
     prompt_cache: str | None = None
     """Folder of cached conditioning; None: no cache, so the prompt encoders stay in memory."""
+    text_micro_batch: int | None = None
+    """Number of prompts that are encoded together; None: all that a caller passes."""
     decode_micro_batch: int | None = None
     """Number of samples that are decoded together; None: all that a caller passes."""
     vae_tile: int | None = None
@@ -153,6 +155,7 @@ class Setup:
             f"sharding.context_degree is {sharding.context_degree}": sharding.context_degree > 1,
             f"offload is {self.offload}": self.offload != "none",
             f"prompt_cache is {self.prompt_cache}": self.prompt_cache is not None,
+            f"text_micro_batch is {self.text_micro_batch}": self.text_micro_batch is not None,
             f"decode_micro_batch is {self.decode_micro_batch}": self.decode_micro_batch is not None,
             f"vae_tile is {self.vae_tile}": self.vae_tile is not None,
         }

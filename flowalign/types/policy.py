@@ -282,6 +282,8 @@ class PromptEncoder(ABC):
 
     cache: PromptCache | None = None
     """Cache of conditioning. If set, `load` reads no prompt encoders; None: it reads them."""
+    micro_batch: int | None = None
+    """Number of prompts that are encoded together; None: all that a caller passes."""
 
     @abstractmethod
     def digest_files(self) -> str:

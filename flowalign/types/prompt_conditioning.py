@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from flowalign.types.policy import Policy
 from flowalign.types.ranges import FiniteFloat
 from flowalign.types.request import ConditionedPrompt, Request
@@ -118,8 +120,17 @@ def encode_requests(policy: Policy, requests: Sequence[Request]) -> Cond:
     """Return the conditioning of requests, from their conditioned prompts and their users."""
     plain = [request.policy_request for request in requests]
     cache = policy.text_encoder.cache if policy.text_encoder else None
-    cond = cache.conditioning(policy, plain) if cache else policy.encode(plain)
+    cond = cache.conditioning(policy, plain) if cache else _encode_rows(policy, plain)
     users = policy.user_conditioning
     if users and any(request.user for request in requests):
         return users.add_users(cond, [request.user for request in requests])
     return cond
+
+
+def _encode_rows(policy: Policy, requests: Sequence[Request]) -> Cond:
+    """Encode requests, as many together as the run sets."""
+    size = policy.text_encoder and policy.text_encoder.micro_batch
+    if size is None or size >= len(requests):
+        return policy.encode(requests)
+    parts = [policy.encode(requests[i : i + size]) for i in range(0, len(requests), size)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -100,6 +100,7 @@ OUT_OF_RANGE = {
     "ema/decay": 1.5,
     "ema/every": 0,
     "checkpoints": {"every": 0},
+    "text_micro_batch": 0,
     "decode_micro_batch": 0,
     RECIPE + "prompts_per_step": 0,
     RECIPE + "micro_batch": 0,

@@ -101,6 +101,9 @@ class Run:
     prompt_cache: str | None = None
     """Folder that stores encoded prompts and references, shared by all runs with the same encoders.
     Stored prompts need no encoder. Null: every run encodes."""
+    text_micro_batch: PositiveInt | None = None
+    """Prompts that the text encoders read together. Null: all of a rollout. It changes conditioning
+    by rounding at most. A prompt cache encodes prompts one by one."""
     decode_micro_batch: PositiveInt | None = None
     """Samples that the VAE decodes together. Null: the micro-batch of the sampler. It changes no
     media but by rounding."""
@@ -162,6 +165,7 @@ class Run:
             sharding=self.sharding,
             offload=self.offload,
             prompt_cache=self.prompt_cache,
+            text_micro_batch=self.text_micro_batch,
             decode_micro_batch=self.decode_micro_batch,
             vae_tile=self.vae_tile,
         )

@@ -70,6 +70,21 @@ def test_conditioning_equals_that_of_encoders_to_the_bit(tmp_path, guidance):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("together", "calls"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3])])
+def test_as_many_prompts_are_encoded_together_as_the_run_sets(tmp_path, together, calls):
+    run = run_of(tmp_path, f"text_micro_batch={together}", f"output_dir={tmp_path / 'out'}")
+    runs.start(run, "config: 1\n", lambda _: None)
+    alone = one_by_one(run.policy, ASKED)
+    rows, encode = [], run.policy.encode
+    run.policy.encode = lambda some: rows.append(len(some)) or encode(some)
+    found = encode_requests(run.policy, ASKED)
+    assert rows == calls
+    assert found.keys() == alone.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, alone[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_what_is_found_needs_no_encoders(tmp_path, monkeypatch):
     first = stored(tmp_path)
     first.text_encoder.cache.prepare(first, ASKED)

@@ -283,12 +283,13 @@ def test_kernels_that_differ_with_gradient_are_found_before_an_update():
     assert 0 < metrics["check/mode_drift"] < 0.02
 
 
-@pytest.mark.parametrize(("eps", "warns"), [(1e-8, False), (1.0, True)])
-def test_a_gradient_below_the_eps_of_adam_is_told(eps, warns):
-    told = []
-    (metrics,) = train(new_recipe(), new_learner(eps=eps, max_grad_norm=0.1), log=told.append)
-    assert 0 < metrics["check/gradient_rms"] <= 0.1
-    assert any("below optimizer.eps" in line for line in told) == warns
+@pytest.mark.parametrize(("share", "warns"), [(1 / 101, False), (1 / 99, True), (10, True)])
+def test_a_gradient_near_the_eps_of_adam_is_told(share, warns):
+    (metrics,) = train(new_recipe(), new_learner(max_grad_norm=0.1))
+    rms, told = metrics["check/gradient_rms"], []
+    assert 0 < rms <= 0.1
+    train(new_recipe(), new_learner(eps=share * rms, max_grad_norm=0.1), log=told.append)
+    assert any("times optimizer.eps" in line for line in told) == warns
 
 
 # GARDO in the loop: gated KL, reference resets, and diverse samples -------------------------------
