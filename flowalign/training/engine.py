@@ -233,7 +233,7 @@ class WeightChecks:
             )
 
     def _compare_with_eps(self, metrics: Mapping[str, float]) -> None:
-        """Warn if Adam's eps, and not only the gradient, sets the size of the first update.
+        """Print the first gradient beside Adam's eps, and warn if eps sets the size of the update.
 
         Weights without a gradient are left out, as at first the matrices A of a LoRA.
         """
@@ -242,13 +242,14 @@ class WeightChecks:
         norm = min(metrics.get("optim/grad_norm", 0.0), learner.cfg.max_grad_norm)
         rms, eps = norm / sqrt(max(count, 1)), learner.cfg.eps
         self.found["check/gradient_rms"] = rms
+        told = f"first gradient: root mean square {rms:.1e}, optimizer.eps {eps:g}"
         if 0 < rms < 100 * eps:
-            self.log(
-                f"warning: the first gradient has a root mean square of {rms:.1e}, less than 100 "
-                f"times optimizer.eps {eps:g}: weights with such a gradient move by "
-                f"{rms / (rms + eps):.2g} of the learning rate, and others by less; "
+            told = (
+                f"warning: {told}, more than a hundredth of it: weights with this gradient move by "
+                f"{rms / (rms + eps):.2g} of the learning rate, and smaller ones by less; "
                 f"set optimizer.eps to {rms / 1e3:.0e}"
             )
+        self.log(told)
 
     def _check_kinds(self) -> None:
         processes, names = self.learner.processes, self.learner.named.keys()
