@@ -91,17 +91,17 @@ def print_table(found: dict[str, Any]) -> None:
     """Print every figure, by part, and its quotient with the recorded one."""
     from flowalign.utils.console import table
 
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["parts"]
+    recorded, rows = json.loads(RECORDED.read_text(encoding="utf-8"))["parts"], {}
     for part, result in found["parts"].items():
-        rows = {"state": result["state"]}
+        rows[part] = result["state"]
         for label, figures in result["figures"].items():
             before = recorded.get(part, {}).get("figures", {}).get(label, {})
             for name, value in figures.items():
                 shown = f"{value:.4g}" if isinstance(value, float) else str(value)
                 compared = found["size"]["name"] == "full" and before.get(name)
                 ratio = f" ({value / compared:.2f} of the recorded)" if compared else ""
-                rows[f"{label}: {name}"] = shown + ratio
-        table(f"{part}, {found['machine']['gpu']}", rows)
+                rows[f"{part}, {label}: {name}"] = shown + ratio
+    table(str(found["machine"]["gpu"]), rows)
 
 
 def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> argparse.Namespace:

@@ -11,9 +11,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,18 +85,21 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
         return before, _flat(session.learner.parameters)
 
 
-def ratio(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure the deviation of ratios from 1 before the first update, by precision and batch."""
+def ratio(
+    size: Size, folder: Path, precision: str | None = None
+) -> Iterator[tuple[str, Figures]]:
+    """Measure the deviation of ratios from 1 before the first update, by batch."""
+    precision = precision or size.precision
     few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]
-    for precision, rows in product(size.precisions, (1, size.micro_batch)):
-        run = pictures(replace(size, micro_batch=rows), folder, [], precision, few)
-        found = attempt(partial(_drift, run))
+    for rows in (size.micro_batch, 1):
+        given = replace(size, micro_batch=rows), folder, [], precision, few
+        found = attempt(lambda: _drift(pictures(*given)))  # noqa: B023
         yield f"Flow-GRPO at SD3.5-M's size in {precision}, micro-batch {rows}", found
 
 
 def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Time an evaluation of Wan's network with each available attention backend."""
-    policy, given = network(clips(size, folder), size, size.clips)
+    """Time an evaluation of Wan's network with each available attention backend, at full size."""
+    policy, given = network(clips(replace(size, video=size.long_video), folder), size, 2)
     set_attention("_native_math", policy.denoiser)
     exact = _velocity(policy, *given)
 
@@ -192,14 +195,29 @@ def _per_sample(policy: DiffusersPolicy, size: Size, rows: int) -> Figures:
     return each
 
 
-def flow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a step of Flow-GRPO at SD3.5-M's size."""
-    few = [f"recipe.sampling.samples_per_prompt={size.group}"]
-    yield "a step", attempt(lambda: measured(pictures(size, folder, [], None, few)))
-    earlier = [*few, "speed.kept_blocks=0"]
-    with patch("pipelines.network.denoisers.speed_up_adapters"):
-        old = attempt(lambda: measured(pictures(size, folder, [], None, earlier)))
-    yield "recomputing all blocks, with peft's LoRA layers", old
+@dataclass(frozen=True)
+class Step:
+    """Part that measures a whole step of a method at SD3.5-M's size."""
+
+    method: str
+    """Run file of the method; empty: Flow-GRPO."""
+    settings: tuple[str, ...] = ()
+    with_peft: bool = False
+    """Whether the LoRA layers are those of peft, as before they lost their casts."""
+
+    def __call__(self, size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+        """Yield the figures of the second step, among them the drift of the ratio."""
+        last = size.num_steps - 1
+        few = (
+            f"recipe.data.sampling.samples_per_prompt={size.group}",
+            *(f"recipe.times.num_steps={size.num_steps}", f"recipe.times.stop={last}"),
+            f"recipe.times_per_sample={last}",
+        )
+        few = few if self.method else (f"recipe.sampling.samples_per_prompt={size.group}",)
+        run = pictures(size, folder, [*filter(None, [self.method])], None, [*few, *self.settings])
+        peft = patch("pipelines.network.denoisers.speed_up_adapters")
+        with peft if self.with_peft else nullcontext():
+            yield "a step", attempt(lambda: measured(run))
 
 
 def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
@@ -211,18 +229,6 @@ def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
         f"recipe.sampling.branching.children={children}",
     ]
     method = ["configs/methods/tempflow_grpo.yaml"]
-    yield "a step", attempt(lambda: measured(pictures(size, folder, method, None, few)))
-
-
-def nft(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
-    """Measure a step of DiffusionNFT at SD3.5-M's size."""
-    last = size.num_steps - 1
-    few = [
-        f"recipe.data.sampling.samples_per_prompt={size.group}",
-        *(f"recipe.times.num_steps={size.num_steps}", f"recipe.times.stop={last}"),
-        f"recipe.times_per_sample={last}",
-    ]
-    method = ["configs/methods/nft.yaml"]
     yield "a step", attempt(lambda: measured(pictures(size, folder, method, None, few)))
 
 
@@ -278,9 +284,17 @@ def graphs(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
         yield f"graph, {rows} rows", found
 
 
+NFT = "configs/methods/nft.yaml"
+COMPILED = "speed.compile=true", "speed.kept_blocks=1"
+RECOMPUTED = ("speed.kept_blocks=0",)
 PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
     "ratio": ratio,
-    "flow_grpo": flow_grpo,
+    "flow_grpo": Step(""),
+    "flow_grpo_compiled": Step("", COMPILED),
+    "flow_grpo_before": Step("", RECOMPUTED, with_peft=True),
+    "nft": Step(NFT),
+    "nft_compiled": Step(NFT, COMPILED),
+    "nft_before": Step(NFT, RECOMPUTED, with_peft=True),
     "compile": compiling,
     "activations": activations,
     "kept": kept,
@@ -290,7 +304,7 @@ PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
     "graphs": graphs,
     "long_before": long_before,
     "long_after": long_after,
-    "nft": nft,
+    "ratio_fp16": partial(ratio, precision="fp16"),
     "wan": wan,
     "decoding": decoding,
     "planned": planned,

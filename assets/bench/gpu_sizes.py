@@ -54,8 +54,8 @@ class Size:
     """Network of open_clip that scores images. PickScore and HPSv2 have this size."""
     batches: tuple[int, ...] = (1, 16, 64)
     """Images that it scores at once."""
-    precisions: tuple[str, ...] = ("bf16", "fp16")
-    """Precisions for the part `ratio`; all other parts use the first one."""
+    precision: str = "bf16"
+    """Precision of all parts but `ratio_fp16`."""
 
 
 FULL = Size("cuda")
@@ -75,7 +75,6 @@ SMALL = Size(
     curve=2,
     clip="ViT-S-32-alt",
     batches=(1, 4),
-    precisions=("bf16",),
 )
 MEDIUM = Size(
     "cpu",
@@ -91,7 +90,7 @@ MEDIUM = Size(
     comb=(2, 2),
     micro_batch=4,
     clip="ViT-S-32-alt",
-    precisions=("fp32",),
+    precision="fp32",
 )
 """Size that takes a processor core several minutes."""
 SIZES = {"full": FULL, "medium": MEDIUM, "small": SMALL}
@@ -119,7 +118,7 @@ def pictures(
     run, _ = load(
         ["configs/models/sd35_medium.yaml", *method],
         [
-            *_common(size, folder / "sd3", precision or size.precisions[0], data),
+            *_common(size, folder / "sd3", precision or size.precision, data),
             *(f"policy.height={size.side}", f"policy.width={size.side}", "policy.guidance=1.0"),
             *(f"policy.max_sequence_length={size.tokens}", f"policy.lora.rank={size.rank}"),
             *(f"recipe.micro_batch={size.micro_batch}", *changes),
@@ -135,7 +134,7 @@ def clips(size: Size, folder: Path, *changes: str) -> Run:
     run, _ = load(
         "configs/models/wan21_1_3b.yaml",
         [
-            *_common(size, folder / "wan", size.precisions[0], "recipe"),
+            *_common(size, folder / "wan", size.precision, "recipe"),
             *(f"policy.video.height={height}", f"policy.video.width={width}"),
             *(f"policy.video.num_frames={frames}", "policy.guidance=1.0"),
             *(f"policy.max_sequence_length={size.tokens}", f"policy.lora.rank={size.rank}"),

@@ -55,7 +55,10 @@ GPUS = {
 Hopper and Blackwell, 200 for Ampere and Ada, 100 for consumer cards."""
 _COST = re.compile(r"(?!updates|decodes|transitions)(.+) per step")
 """Rows of a plan that count the main work of a step."""
-_ASKED = ("sampling asks", "memory of the device")
+_ASKED = (
+    *("sampling asks", "memory of the device"),
+    *("rows per network call", "blocks that recompute", "evaluations of the rollout"),
+)
 """Further rows of the short plan."""
 
 

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"tests"}))
+@pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"tests", "ratio_fp16"}))
 def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
     """Blocks are traced as on a GPU, but no C++ is compiled, which takes most of a minute."""
     traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
@@ -36,12 +36,19 @@ def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
         assert {"native", "_native_math"} <= found.keys()
         assert found["_native_math"]["largest_difference"] == 0
         assert 0 < found["native"]["largest_difference"] < 0.03, "the backend makes no difference"
-    if part in ("flow_grpo", "tempflow_grpo", "nft", "wan"):
+    if (method := part.removesuffix("_compiled").removesuffix("_before")) in EVALUATIONS:
         step = found["a step"]
         stages = [step[f"seconds/{name}"] for name in ("sample", "decode", "reward", "update")]
         assert min(stages) > 0
         assert step["seconds/step"] == pytest.approx(sum(stages))
-        assert step["network_evaluations"] == EVALUATIONS[part]
+        assert step["network_evaluations"] == EVALUATIONS[method]
+        assert method != "flow_grpo" or step["check/ratio_drift_0"] < 1e-5
+
+
+def test_a_precision_that_needs_a_gpu_is_said_in_its_part(folder):
+    found = dict(gpu_parts.PARTS["ratio_fp16"](gpu_sizes.SMALL, folder))
+    assert len(found) == 2
+    assert all("fp16 needs a GPU" in str(figures["failed"]) for figures in found.values())
 
 
 def test_tests_that_fail_on_a_gpu_are_named_with_their_message(tmp_path):

@@ -56,7 +56,30 @@ PUBLISHED = {
     },
     # CRD, arXiv:2603.14128, as in Flow-Factory's SD3.5-M configuration for text
     (SD35, METHODS + "crd.yaml"): {"recipe.loss.kl": 0.1, "recipe.loss.least_kl": 1e-4},
-    # MEND, arXiv:2610.05954, on Z-Image-Turbo
+    # MEND, arXiv:2610.05954, on SD3.5-M with one reward, and on Z-Image-Turbo
+    (SD35, METHODS + "mend.yaml"): {
+        "num_steps": 100,
+        "policy.guidance": 1.0,
+        "recipe.data.prompts_per_step": 48,
+        "recipe.data.sampling.num_steps": 10,
+        "recipe.data.sampling.samples_per_prompt": 24,
+        "recipe.data.sampling.tail_ratio": 1.0,
+        "recipe.data.proposals.query": 8,
+        "recipe.data.proposals.lengths": [0.1, 0.2, 0.4],
+        "recipe.data.proposals.quantile": 0.75,
+        "recipe.data.proposals.price": 0.1,
+        "recipe.data.proposals.keep": 10.0,
+        "recipe.data.proposals.micro_batch": 6,
+        "recipe.old.decay.slope": 0.001,
+        "recipe.old.decay.highest": 0.5,
+        "recipe.times.start": 8,
+        "policy.network.lora.rank": 32,
+        "policy.network.lora.alpha": 64,
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.eps": 1e-12,
+        "ema.decay": 0.9,
+        "ema.every": 1,
+    },
     (MODELS + "z_image.yaml", METHODS + "mend.yaml", "configs/tasks/mend_turbo.yaml"): {
         "num_steps": 100,
         "policy.guidance": 1.0,

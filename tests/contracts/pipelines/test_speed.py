@@ -285,7 +285,7 @@ def test_three_kinds_of_blocks_have_graphs_for_every_use_and_shape(eager_backend
         with torch.no_grad(), adapters_off(network):
             evaluate(rows)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs <= 12, "blocks of a kind share their graphs, and shapes are symbolic"
+    assert 8 < graphs <= 12, "blocks of a kind share their graphs, and shapes are symbolic"
 
 
 @pytest.mark.slow
@@ -297,6 +297,7 @@ def test_a_compiled_run_with_a_reference_passes_its_checkpoints_and_resumes(
     for steps, resume in ((1, None), (2, tmp_path / "run")):
         run, text = load("configs/shapes.yaml", [*settings, f"num_steps={steps}"])
         assert runs.train(runs.start(run, text, print, resume=resume))["status"] == "finished"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_saved_weights_are_compared_with_the_backend_that_trained(folder, tmp_path):
@@ -306,11 +307,12 @@ def test_saved_weights_are_compared_with_the_backend_that_trained(folder, tmp_pa
     assert policy.verify_weights(str(tmp_path)) == 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("kept", "evaluations"), [(0.0, 10), (0.35, 9), (0.5, 8), (1.0, 5)])
-def test_blocks_that_keep_activations_give_the_same_gradients(kept, evaluations):
+def test_blocks_that_keep_activations_give_the_same_gradients(kept, evaluations, precision):
     """Five blocks; the others are evaluated again in the backward pass."""
-    speed = Setup(speed=Speed(kept_blocks=kept))
-    plain, changed = (new_sd3(gradient_checkpointing=on, setup=speed) for on in (False, True))
+    settings: Any = {"setup": Setup(speed=Speed(kept_blocks=kept)), "precision": precision}
+    plain, changed = (new_sd3(gradient_checkpointing=on, **settings) for on in (False, True))
     seen: list[str] = []
     for block in blocks_of(changed.denoiser):
         block.register_forward_pre_hook(lambda *_: seen.append("block"))
