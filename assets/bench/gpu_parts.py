@@ -85,9 +85,7 @@ def trained_on(device: str) -> tuple[Tensor, Tensor]:
         return before, _flat(session.learner.parameters)
 
 
-def ratio(
-    size: Size, folder: Path, precision: str | None = None
-) -> Iterator[tuple[str, Figures]]:
+def ratio(size: Size, folder: Path, precision: str | None = None) -> Iterator[tuple[str, Figures]]:
     """Measure the deviation of ratios from 1 before the first update, by batch."""
     precision = precision or size.precision
     few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]

@@ -8,7 +8,7 @@ See `mend.py` for the arguments. Both arms of a study make 14 updates, and as ma
 
 Predicted before training: `siblings` end above `outcome` in both studies. With the exact reward of
 Shapes the law gives siblings of steps 5 and 6 a gain of 3.2 and 8.3 at the costs of DiffusionNFT,
-and about 1.7 in the sum over all steps. These steps hold 7 % of the summed shares of the steps, so
+and about 1.7 in the sum over all steps. These steps hold 6 % of the summed shares of the steps, so
 the difference may be too small to be seen.
 """
 

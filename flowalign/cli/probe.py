@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.studies.probe.measure import probes
     from flowalign.studies.probe.overlay import write_overlay
 
+    if args.credit and (args.out or args.overlay or args.metric != "gradient"):
+        raise ValueError("--credit prints one table: leave out --out, --overlay and --metric")
     _check_outputs(args)
     found = _build_settings(args)
     _start_others(args, found)
@@ -126,15 +128,23 @@ def format_credit(found: "OutcomeVariance") -> dict[str, str]:
     def by_dim(values: Sequence[float]) -> str:
         return ", ".join(f"{d} {v:.3g}" for d, v in zip(found.dims, values, strict=True))
 
-    shown = {"samples of a prompt": by_dim(found.prompt.tolist())}
-    for step, row, gain in zip(found.steps, found.siblings.tolist(), found.gain, strict=True):
-        shown[f"siblings of step {step}"] = f"{by_dim(row)}: gain {gain:.2f}"
+    shown, (outcome, costs) = {"samples of a prompt": by_dim(found.prompt.tolist())}, found.costs
+    rows = zip(found.steps, found.siblings.tolist(), found.gain, costs, strict=True)
+    for step, row, gain, cost in rows:
+        shown[f"siblings of step {step}"] = (
+            f"{by_dim(row)}: gain {gain:.2f}, {cost:.3g} forward passes per transition"
+        )
     shown["scorer's error"] = by_dim(found.noise.tolist())
+    shown["cost per transition"] = (
+        f"outcomes {outcome:.3g} forward passes and {1 / len(found.steps):.2g} reward calls, "
+        f"siblings {1 - 1 / found.children:.2g} reward calls; gains leave out reward calls"
+    )
     pays = [step for step, gain in zip(found.steps, found.gain, strict=True) if gain > 1]
     shown["recommended"] = (
         f"siblings at steps {pays}: recipe.credit flowalign.credit.MixedAdvantage with "
         "advantages.scale given, and sampling.branching flowalign.sampling.Comb with "
-        f"common_noise true, children 4 and splits {pays}"
+        f"common_noise true, children {found.children} and splits {pays}, and recipe.step_weight "
+        f"1 / {found.children} at these steps; as an example, configs/words_siblings.yaml"
         if pays
         else "outcome credit: siblings pay at no step"
     )

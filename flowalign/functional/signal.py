@@ -210,10 +210,19 @@ def sibling_gain(
     For the variance w^2 of outcomes that a step causes (`own`), the variance S of outcomes of a
     prompt (`total`) and that of the scorer's error (`noise`), the gradient of a transition has the
     variance S + s^2 + w^2 with outcomes. With `children` siblings that share all later noise it is
-    (2 w^2 + s^2) K / (K - 1). A transition costs T / K' + c forward passes with outcomes of K'
-    trained steps, and `ahead` + c / K + 1 with siblings that are completed in `ahead` steps each.
-    The cost c of training one is `training`. Siblings pay where the result exceeds 1.
+    (2 w^2 + s^2) K / (K - 1). Siblings pay where the result exceeds 1; see `transition_costs`.
     """
-    outcome = (total + noise + own) * (num_steps / len(own) + training)
+    with_outcomes, with_siblings = transition_costs(ahead, num_steps, children, training)
     variance = (2 * own + noise) * children / (children - 1)
-    return outcome / (variance * (ahead + training / children + 1))
+    return (total + noise + own) * with_outcomes / (variance * with_siblings)
+
+
+def transition_costs(
+    ahead: Float[Tensor, "K"], num_steps: int, children: int, training: float = 3.0
+) -> tuple[float, Float[Tensor, "K"]]:
+    """Return the forward passes per transition with outcome credit, and with siblings by step.
+
+    They are T / K' + c with outcomes of K' trained steps, and `ahead` + c / K + 1 with K siblings
+    that are completed in `ahead` steps each. The cost c of training a transition is `training`.
+    """
+    return num_steps / len(ahead) + training, ahead + training / children + 1

@@ -9,7 +9,13 @@ import torch
 from flowalign.cli.probe import format_credit
 from flowalign.credit import Critic, LambdaReturn
 from flowalign.data.requests import Requests
-from flowalign.functional.signal import best_weights, cross_fit, moments, sibling_gain
+from flowalign.functional.signal import (
+    best_weights,
+    cross_fit,
+    moments,
+    sibling_gain,
+    transition_costs,
+)
 from flowalign.functional.transition import FlowSDE, transition
 from flowalign.runs.session import open_run
 from flowalign.sampling.sde_windows import Random
@@ -287,8 +293,12 @@ def test_the_variance_of_a_linear_chain_is_that_of_its_steps(tmp_path):
 
 def test_the_recommendation_names_the_steps_where_siblings_pay():
     dims, ones = ["red", "weighted sum"], torch.ones(2)
-    found = OutcomeVariance(dims, [2, 3], torch.ones(2, 2), ones, ones, torch.tensor([0.5, 1.5]))
-    assert "splits [3]" in format_credit(found)["recommended"]
+    gain, costs = torch.tensor([0.5, 1.5]), transition_costs(torch.tensor([5.0, 4.0]), 8, 4)
+    found = OutcomeVariance(dims, [2, 3], torch.ones(2, 2), ones, ones, gain, costs)
+    shown = format_credit(found)
+    assert "splits [3], and recipe.step_weight 1 / 4" in shown["recommended"]
+    assert shown["siblings of step 3"].endswith("gain 1.50, 5.75 forward passes per transition")
+    assert shown["cost per transition"].startswith("outcomes 7 forward passes and 0.5 reward calls")
     never = replace(found, gain=torch.tensor([0.5, 0.9]))
     assert format_credit(never)["recommended"] == "outcome credit: siblings pay at no step"
 

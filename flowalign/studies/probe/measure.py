@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.advantage import group_mean
-from flowalign.functional.signal import Products, sibling_gain
+from flowalign.functional.signal import Products, sibling_gain, transition_costs
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.runs.session import RunParts, compute_batch, open_run
@@ -202,6 +202,10 @@ class OutcomeVariance:
     """Variance of the scorer's error, from images that are moved by one pixel."""
     gain: Float[Tensor, "K"]
     """Gain of siblings over outcomes by the weighted sum, see `sibling_gain`."""
+    costs: tuple[float, Float[Tensor, "K"]]
+    """Forward passes per transition with outcomes, and with siblings of each step."""
+    children: int = 4
+    """Number of siblings per step."""
 
 
 def outcome_variance(
@@ -239,7 +243,8 @@ def outcome_variance(
     more = {"children": children, "ahead": ahead, "num_steps": num_steps}
     gain = sibling_gain(own, rest, float(noise[-1]), **more)
     dims = [*parts.rewards.dims, "weighted sum"]
-    return OutcomeVariance(dims, list(window), siblings, total, noise, gain)
+    costs = transition_costs(ahead, num_steps, children)
+    return OutcomeVariance(dims, list(window), siblings, total, noise, gain, costs, children)
 
 
 def _score_moved(learner: Learner, rewards: Rewards, found: Trajectory) -> Float[Tensor, "n R"]:
