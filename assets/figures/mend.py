@@ -24,7 +24,18 @@ GROUPS = {"data": {"prompts_per_step": 8, "sampling": {"samples_per_prompt": 6}}
 LAST = {"class_path": "flowalign.gradient_paths.ReFL", "init_args": {"last_steps": 4}}
 REFL = {"recipe": {"gradient_path": LAST}}
 """One of the last 4 of 8 steps; published: of the last 11 of 25."""
-MEASURES = ("reward", "exact_match", "pixel_distance", "diversity")
+PIXELS = ("reward", "exact_match", "pixel_distance")
+MEASURES = {"words": PIXELS, "shapes": (*PIXELS, "clip_score_distance", "diversity")}
+"""Words has no image encoder, and one sample per prompt."""
+ENCODER = {
+    "class_path": "reward_models.CLIPScore",
+    "init_args": {
+        "model": "assets/shapes/clip/open_clip_config.json",
+        "pretrained": "assets/shapes/clip/open_clip_model.safetensors",
+    },
+}
+"""Image encoder of the toy two-tower model, which the learned reward uses as well. It is scored
+without a weight, so evaluations report the distance of its embeddings to those of the base."""
 COSTS = {"mend": 480, "opsd": 480, "refl": 480, "nft": 432, "crd": 624}
 """Evaluations per step of 48 samples."""
 REWARDS = {
@@ -64,16 +75,16 @@ def study(world: str) -> Study:
     files |= {"refl": f"configs/{world}_draft.yaml", "nft": f"configs/{world}_nft.yaml"}
     if world == "shapes":
         files |= {"opsd": "configs/shapes_opsd.yaml", "crd": "configs/shapes_crd.yaml"}
-        asked, opsd, having = rewards("configs/shapes_learned.yaml"), {}, ("mend", "opsd", "refl")
+        asked, opsd = rewards("configs/shapes_learned.yaml"), {}
+        asked["rewards"].append(ENCODER)
     else:
-        having = ()
         files["crd"] = "configs/words.yaml"
         asked, opsd = rewards("configs/words_draft.yaml", "reward_models.OCR"), opsd_on_words()
     own = {"opsd": opsd, "refl": REFL, "nft": {"recipe": GROUPS}, "crd": {"recipe": GROUPS}}
     return Study(
         name=f"mend_{world}",
         methods={name: [file] for name, file in files.items()},
-        settings={n: (asked if n not in having else {}) | own.get(n, {}) for n in names},
+        settings={name: asked | own.get(name, {}) for name in names},
         budget=19_200 if world == "shapes" else 4_800,
         steps=steps_of,
         rates=(2e-3, 4e-3, 8e-3) if world == "shapes" else (2e-3, 4e-3),
@@ -92,26 +103,28 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         compared(study, args, name)
     runs = finished(study, args.folder)
     goal = study.goal or (study.metric,)
-    measures = {"reward": goal} | {name: [name] for name in MEASURES[1:]}
+    measures = MEASURES.get(args.study, (*PIXELS, "diversity"))
+    asked = {"reward": goal} | {name: [name] for name in measures[1:]}
     content = results(study, args.folder, runs)
-    return {"tuning": content["tuning"], "histories": histories(runs, measures)}
+    return {"tuning": content["tuning"], "histories": histories(runs, asked)}
 
 
 def table(content: Mapping[str, Any]) -> str:
     """Tabulate every measure after training, and the differences that would be seen."""
     last = {n: [one["points"][-1] for one in runs] for n, runs in content["histories"].items()}
     first = next(iter(content["histories"].values()))[0]["points"][0]
-    lines = [f"| method | rate | {' | '.join(MEASURES)} | evaluations | reward calls |"]
-    lines += ["|---" * (len(MEASURES) + 4) + "|"]
-    lines += [f"| before | | {' | '.join(f'{first[m]:.3f}' for m in MEASURES)} | | |"]
+    measures = [name for name in first if name not in ("evaluations", "reward_calls", "seconds")]
+    lines = [f"| method | rate | {' | '.join(measures)} | evaluations | reward calls |"]
+    lines += ["|---" * (len(measures) + 4) + "|"]
+    lines += [f"| before | | {' | '.join(f'{first[m]:.3f}' for m in measures)} | | |"]
     for name, points in last.items():
-        columns = {m: [p[m] for p in points] for m in (*MEASURES, "evaluations", "reward_calls")}
+        columns = {m: [p[m] for p in points] for m in (*measures, "evaluations", "reward_calls")}
         each = {m: ", ".join(f"{v:.3f}" for v in values) for m, values in columns.items()}
-        cells = [f"{mean(columns[m]):.3f} ({each[m]})" for m in MEASURES]
+        cells = [f"{mean(columns[m]):.3f} ({each[m]})" for m in measures]
         cells += [f"{mean(columns[cost]):,.0f}" for cost in ("evaluations", "reward_calls")]
         tried = content["tuning"][name]
         lines.append(f"| {name} | {max(tried, key=tried.__getitem__)} | {' | '.join(cells)} |")
-    every = {m: [[p[m] for p in points] for points in last.values()] for m in MEASURES}
+    every = {m: [[p[m] for p in points] for points in last.values()] for m in measures}
     seen = [f"{smallest_difference(values):.3f}" for values in every.values()]
     return "\n".join([*lines, f"| would be seen | | {' | '.join(seen)} | | |"])
 
