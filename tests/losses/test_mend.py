@@ -58,6 +58,17 @@ def test_a_move_is_no_longer_than_its_gain_pays(seed):
     assert found.any()
 
 
+def test_a_quadratic_reward_is_raised_to_the_cap_and_no_further():
+    """R is minus the mean squared distance to 1; a step ends at most one short move above the cap."""
+    x, cap, rounds = torch.zeros(1, 4), tensor([-0.25]), 0
+    while (reward := -(x - 1).square().mean(1)) < cap:
+        moves = propose(1 - x, (0.1, 0.2, 0.4))
+        after = [-(x + move - 1).square().mean(1) for move in moves]
+        x, rounds = x + accept_moves(moves, after, reward, cap, 1.0), rounds + 1
+    assert rounds == 2  # 0.4 first, then 0.1: longer moves beyond the cap only cost more
+    assert_close(x, torch.full((1, 4), 0.5))
+
+
 def test_moves_have_the_asked_lengths_and_no_gradient_gives_no_move():
     moves = propose(torch.stack([tensor([3.0, -4.0]), torch.zeros(2)]), (0.1, 0.4))
     assert_close(torch.stack(moves).square().mean(2).sqrt(), tensor([[0.1, 0.0], [0.4, 0.0]]))
