@@ -94,9 +94,11 @@ class Evaluation:
         self.watch.check(weights, self.every)
         requests = [request for _, request in self.items()]
         if DIVERSITY in self.watch.metrics and len(set(requests)) == len(requests):
+            fewest = min(len(read_requests(path)) for path in self.prompts.values())
             raise ValueError(
                 "evaluation.watch: diversity needs two samples of a prompt, and evaluation has one "
-                f"of each;\nset evaluation.num_prompts to {2 * len(requests)}"
+                f"of each;\nset evaluation.num_prompts to {(fewest + 1) * len(self.prompts)}, or "
+                f"leave {DIVERSITY} out"
             )
 
     @property

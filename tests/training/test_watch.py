@@ -139,10 +139,13 @@ def test_what_a_run_cannot_watch_is_refused(cfg, weights, every, expected):
 
 def test_diversity_needs_two_samples_of_a_prompt(tmp_path):
     (tmp_path / "two.txt").write_text("a\nb")
-    watch, files = Watch(metrics=["diversity"]), {"all": str(tmp_path / "two.txt")}
-    Evaluation(prompts=files, num_prompts=4, every=1, watch=watch).check_watch({"x": 1.0})
-    with pytest.raises(ValueError, match=r"set evaluation\.num_prompts to 4"):
-        Evaluation(prompts=files, num_prompts=2, every=1, watch=watch).check_watch({"x": 1.0})
+    (tmp_path / "three.txt").write_text("c\nd\ne")
+    files = {name: str(tmp_path / f"{name}.txt") for name in ("two", "three")}
+    told = {"every": 1, "watch": Watch(metrics=["diversity"])}
+    Evaluation(prompts=files, num_prompts=6, **told).check_watch({"x": 1.0})
+    for too_few in (2, 4):
+        with pytest.raises(ValueError, match=r"set evaluation\.num_prompts to 6, or leave"):
+            Evaluation(prompts=files, num_prompts=too_few, **told).check_watch({"x": 1.0})
 
 
 def test_the_monitor_resumes_and_names_the_best_evaluation(tmp_path):
