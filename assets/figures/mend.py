@@ -29,10 +29,7 @@ MEASURES = {"words": PIXELS, "shapes": (*PIXELS, "clip_score_distance", "diversi
 """Words has no image encoder, and one sample per prompt."""
 ENCODER = {
     "class_path": "reward_models.CLIPScore",
-    "init_args": {
-        "model": "assets/shapes/clip/open_clip_config.json",
-        "pretrained": "assets/shapes/clip/open_clip_model.safetensors",
-    },
+    "init_args": {"model": "assets/shapes/clip", "pretrained": None},
 }
 """Image encoder of the toy two-tower model, which the learned reward uses as well. It is scored
 without a weight, so evaluations report the distance of its embeddings to those of the base."""

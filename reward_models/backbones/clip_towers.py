@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch
-from flowalign.utils.files import read_object
+from flowalign.utils.files import bundled, read_object
 from reward_models.backbones.checkpoints import (
     find_file,
     find_folder,
@@ -210,8 +210,20 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
 
 
 def read_towers(model: str, pretrained: str | None) -> Towers:
-    """Read a model of open_clip or, without `pretrained`, a Hugging Face folder or repository."""
-    return read_hugging_face(model) if pretrained is None else read_open_clip(model, pretrained)
+    """Read a model of open_clip or, without `pretrained`, a folder or Hugging Face repository."""
+    if pretrained is not None:
+        return read_open_clip(model, pretrained)
+    own = (Path(bundled(model)) / "open_clip_config.json").exists()
+    return read_open_clip_folder(model) if own else read_hugging_face(model)
+
+
+def read_open_clip_folder(folder: str) -> OpenClipTowers:
+    """Read an open_clip model in a folder with its config, safetensors and tokenizer."""
+    config = find_file(folder, "open_clip_config.json")
+    towers = read_open_clip(str(config), str(find_file(folder, "open_clip_model.safetensors")))
+    if "hf_tokenizer_name" in read_object(config)["model_cfg"]["text_cfg"]:
+        towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
+    return towers
 
 
 def _read_published(model: str, tag: str) -> OpenClipTowers:

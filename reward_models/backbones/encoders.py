@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import Component, Loadable
-from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import (
     Renames,
     find_file,
@@ -27,8 +26,8 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     rename_tensors,
 )
-from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip
-from reward_models.backbones.libraries import TF, open_clip, timm
+from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip_folder
+from reward_models.backbones.libraries import TF, timm
 from reward_models.backbones.pixels import crop_shortest_side, normalise
 from reward_models.backbones.reward_bases import NetworkReward, choose_device, require_device
 
@@ -147,12 +146,7 @@ class OpenClip(_Towers):
 
     def read(self) -> None:
         """Read both towers, with the tokenizer that the config names."""
-        config = find_file(self.path, "open_clip_config.json")
-        weights = find_file(self.path, "open_clip_model.safetensors")
-        towers = read_open_clip(str(config), str(weights))
-        if "hf_tokenizer_name" in read_object(config)["model_cfg"]["text_cfg"]:
-            towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
-        self._take(towers)
+        self._take(read_open_clip_folder(self.path))
 
 
 class HuggingFaceClip(_Towers):

@@ -68,7 +68,7 @@ class CLIPScore(TowerReward):
 
     `model` is an architecture of open_clip, or a JSON file of sizes in open_clip's format, and
     `pretrained` one of its tags, or a checkpoint file. Without `pretrained`, `model` is a Hugging
-    Face folder or hub repository of a CLIP or SigLIP model.
+    Face folder or hub repository of a CLIP or SigLIP model, or a folder in open_clip's format.
     """
 
     model: str = "ViT-L-14"

@@ -59,7 +59,7 @@ def test_a_move_is_no_longer_than_its_gain_pays(seed):
 
 
 def test_a_quadratic_reward_is_raised_to_the_cap_and_no_further():
-    """R is minus the mean squared distance to 1; a step ends at most one short move above the cap."""
+    """R is minus the mean squared distance to 1, and the cap is reached at 0.5."""
     x, cap, rounds = torch.zeros(1, 4), tensor([-0.25]), 0
     while (reward := -(x - 1).square().mean(1)) < cap:
         moves = propose(1 - x, (0.1, 0.2, 0.4))

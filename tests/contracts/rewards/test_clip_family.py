@@ -15,6 +15,7 @@ from torchvision.transforms import functional as TF
 from transformers import SiglipConfig, SiglipModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from assets.shapes.world import render
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import on_meta_device, read_tensors
@@ -134,6 +135,17 @@ def test_clip_score_on_the_same_weights_crops_instead(hpsv2):
     batch = MediaBatch(picture(HPS_IO, 0), [prompts("hpsv2")[0]])
     cropped, padded = build("clip_score open_clip").score(batch), hpsv2.score(batch)
     assert (cropped.values - padded.values).abs() > 1e-3
+
+
+def test_a_folder_of_open_clip_scores_with_its_own_tokenizer():
+    reward = CLIPScore(model="assets/shapes/clip", pretrained=None, device="cpu")
+    prompts = Path("assets/shapes/prompts/seen.txt").read_text().splitlines()[:2]
+    image = render(prompts[0], torch.Generator().manual_seed(0))
+    batch = MediaBatch(image.expand(2, 1, -1, -1, -1), prompts, [{}, {}])
+    reward.load()
+    right, wrong = reward.score(batch).values[:, 0].tolist()
+    assert right > wrong + 0.1
+    assert reward.embed(batch).shape == (2, 64)
 
 
 def test_the_aesthetic_head_is_that_of_the_original_code():
