@@ -100,7 +100,7 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         compared(study, args, name)
     runs = finished(study, args.folder)
     goal = study.goal or (study.metric,)
-    measures = MEASURES.get(args.study, (*PIXELS, "diversity"))
+    measures = MEASURES.get(args.study, PIXELS)
     asked = {"reward": goal} | {name: [name] for name in measures[1:]}
     content = results(study, args.folder, runs)
     return {"tuning": content["tuning"], "histories": histories(runs, asked)}
