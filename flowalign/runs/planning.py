@@ -55,11 +55,10 @@ GPUS = {
 Hopper and Blackwell, 200 for Ampere and Ada, 100 for consumer cards."""
 _COST = re.compile(r"(?!updates|decodes|transitions)(.+) per step")
 """Rows of a plan that count the main work of a step."""
-_ASKED = (
-    *("sampling asks", "memory of the device"),
-    *("rows per network call", "blocks that recompute", "evaluations of the rollout"),
-)
+_ASKED = ("sampling asks", "memory of the device")
 """Further rows of the short plan."""
+_FASTER = ("rows per network call", "blocks that recompute", "evaluations of the rollout")
+"""Last rows of the short plan: what more memory would buy."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -236,6 +235,7 @@ def shorten_plan(rows: Mapping[str, str]) -> dict[str, str]:
         "a step": "; ".join(f"{name}: {text}" for name, text in counts.items()),
         "memory": memory,
         "smallest GPU": smallest,
+        **{name: rows[name] for name in _FASTER if name in rows},
         **{name: text for name, text in rows.items() if name.startswith("warning")},
     }
 
