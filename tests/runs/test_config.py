@@ -349,7 +349,8 @@ def test_check_prints_the_plan_without_reading_weights(capsys):
     told = capsys.readouterr().out
     assert "192 = 16 prompts x 12" in told
     names = [line.split("│")[1].strip() for line in told.splitlines() if line.startswith("│ ")]
-    assert list(filter(None, names)) == ["trains", "a step", "memory", "smallest GPU", "time"]
+    costs = ["trains", "a step", "memory", "smallest GPU"]
+    assert list(filter(None, names)) == [*costs, "evaluations of the rollout", "time"]
     assert exit_code("check", SHAPES, "--full") == 0
     assert "memory of activations" in capsys.readouterr().out
 
