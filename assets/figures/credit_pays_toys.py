@@ -234,17 +234,31 @@ def read_run(folder: Path, part: str, name: str, arm: str, rate: float, seed: in
 
 
 def best_rate(folder: Path, name: str, arm: str) -> float | None:
-    """Return the rate of an arm, on Shapes the one with the best trial; None without all trials."""
+    """Return the rate of an arm, on Shapes the one with the best trial.
+
+    Without all trials it is the stored one, or None.
+    """
     if (rates := TASKS[name].rates) is not None:
         return rates[arm]
     found = {rate: read_run(folder, "tune", "shapes", arm, rate, TUNING_SEED) for rate in RATES}
     trials = {rate: row["quality"] for rate, row in found.items() if row}
-    return max(trials, key=lambda rate: trials[rate]) if len(trials) == len(RATES) else None
+    if len(trials) == len(RATES):
+        return max(trials, key=lambda rate: trials[rate])
+    return stored().get("shapes", {}).get("rates", {}).get(arm)
+
+
+def stored() -> dict[str, Any]:
+    """Return the stored results by task."""
+    place = HERE / "credit_pays_toys.json"
+    return json.loads(place.read_text()) if place.exists() else {}
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """Return the results of each task, for the arms with at least two seeds."""
-    law_of, content = json.loads((HERE / "credit_pays_toys_law.json").read_text()), {}
+    """Return the results of each task with runs, for the arms with at least two seeds.
+
+    The stored results of the other tasks are kept.
+    """
+    law_of, content = json.loads((HERE / "credit_pays_toys_law.json").read_text()), stored()
     for name, task in TASKS.items():
         rates = {arm: best_rate(folder, name, arm) for arm in task.arms}
         rows = {
