@@ -233,7 +233,7 @@ class WeightChecks:
             )
 
     def _compare_with_eps(self, metrics: Mapping[str, float]) -> None:
-        """Print the first gradient beside Adam's eps, and warn if eps sets the size of the update.
+        """Print the first gradient and Adam's eps, and warn if eps shortens the first update.
 
         Weights without a gradient are left out, as at first the matrices A of a LoRA.
         """
@@ -245,8 +245,8 @@ class WeightChecks:
         told = f"first gradient: root mean square {rms:.1e}, optimizer.eps {eps:g}"
         if 0 < rms < 100 * eps:
             told = (
-                f"warning: {told}, more than a hundredth of it: weights with this gradient move by "
-                f"{rms / (rms + eps):.2g} of the learning rate, and smaller ones by less; "
+                f"warning: {told}. So large an eps shortens updates: weights with this gradient "
+                f"move by {rms / (rms + eps):.2g} of the learning rate, and smaller ones by less; "
                 f"set optimizer.eps to {rms / 1e3:.0e}"
             )
         self.log(told)
