@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import math
 import os
 import random
 from collections.abc import Coroutine, Mapping, Sequence
@@ -70,8 +69,9 @@ class ChatAnswer:
     text: str
     finish: str = "stop"
     """Finish reason of the API; `length` if the answer was cut off."""
-    tokens: Sequence[tuple[str, Mapping[str, float]]] = ()
-    """Generated tokens, each with the log-probabilities of the likeliest tokens at its position."""
+    tokens: Sequence[tuple[str, Sequence[tuple[str, float]]]] = ()
+    """Generated tokens, each with the likeliest tokens at its position and their log-probabilities.
+    Several of these may have the same text."""
 
 
 class ChatClient(Loadable):
@@ -91,7 +91,11 @@ class ChatClient(Loadable):
         """
         if self._session is not None:
             return
-        headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
+        headers = {}
+        if name := self.server.key_variable:
+            if not (key := os.environ.get(name)):
+                raise ValueError(f"the API key is missing: set the environment variable {name}")
+            headers = {"Authorization": f"Bearer {key}"}
         with ExitStack() as stack:
             # One loop for all batches, because semaphores and connections are bound to a loop.
             self._portal = stack.enter_context(start_blocking_portal(name="flowalign-chat"))
@@ -121,8 +125,7 @@ class ChatClient(Loadable):
         """
         body, key = self._request(messages, parameters)
         if self._cache is not None and (kept := self._cache.get(key)) is not None:
-            tokens = [(text, likeliest) for text, likeliest in kept["tokens"]]  # JSON has lists
-            return ChatAnswer(kept["text"], kept["finish"], tokens)
+            return ChatAnswer(**kept)
         assert self._session is not None
         answer = await self._session.ask(body)
         if self._cache is not None:
@@ -145,16 +148,6 @@ class ChatClient(Loadable):
         content = {"model": self.server.model, "messages": messages, **parameters}
         body = json.dumps(content, sort_keys=True).encode()
         return body, hashlib.sha256(body).hexdigest()
-
-    def _key(self) -> str | None:
-        if self.server.key_variable is None:
-            return None
-        key = os.environ.get(self.server.key_variable)
-        if not key:
-            raise ValueError(
-                f"the API key is missing: set the environment variable {self.server.key_variable}"
-            )
-        return key
 
 
 class _Session:
@@ -248,14 +241,10 @@ def _parse_completion(completion: Any) -> ChatAnswer:
     return ChatAnswer(
         text or "",
         str(choice.get("finish_reason")),
-        [(str(token["token"]), _add_likeliest(token["top_logprobs"])) for token in tokens],
+        [(str(token["token"]), _parse_likeliest(token["top_logprobs"])) for token in tokens],
     )
 
 
-def _add_likeliest(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the log-probability of each text; several tokens may have the same text."""
-    found: dict[str, float] = {}
-    for text, logprob in {(str(one["token"]), float(one["logprob"])): None for one in tokens}:
-        summed = math.exp(found.get(text, -math.inf)) + math.exp(logprob)
-        found[text] = math.log(summed) if text in found and summed > 0 else logprob
-    return found
+def _parse_likeliest(tokens: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Return text and log-probability of the tokens; a server may list the same token twice."""
+    return list(dict.fromkeys((str(one["token"]), float(one["logprob"])) for one in tokens))

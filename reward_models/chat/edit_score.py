@@ -68,11 +68,7 @@ class EditScore(ChatJudge):
     pq_template: str = "edit_score_pq"
     sampling: Sampling = field(default=_SAMPLING, kw_only=True)
     usual, slots = "edit_score_sc", ("prompt", "references", "media")
-
-    @property
-    @override
-    def conversations(self) -> int:
-        return 2
+    conversations = 2
 
     @override
     def read_wording(self) -> Template:

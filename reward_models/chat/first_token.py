@@ -43,15 +43,11 @@ class YesNo(ChatJudge):
     sampling: Sampling = field(default=_SAMPLING, kw_only=True)
     reads_first_token, usual, slots = True, "yes_no", ("question", "media")
 
-    @property
-    @override
-    def conversations(self) -> int:
-        return len(self.questions)
-
     @override
     def declare(self) -> RewardSpec:
         if not self.questions:
             raise ValueError('questions is empty; give at least one, such as {cat: "Is it a cat?"}')
+        self.conversations = len(self.questions)
         about_prompt = any("{prompt}" in question for question in self.questions.values())
         return RewardSpec(
             name="yes_no",

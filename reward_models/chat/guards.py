@@ -96,16 +96,13 @@ class CircuitBreaker:
         """Return the result of `ask`; raise ChatError immediately while the breaker is open."""
         if self._until is not None:
             async with self._probe:
+                if self._until is not None and time.monotonic() < self._until:
+                    raise ServerDown(
+                        f"not sent: the server failed {self._failures} times in a row, so requests "
+                        f"pause for {self.rest:g} s"
+                    )
                 if self._until is not None:
-                    return await self._probed(ask, self._until)
-        return await self._counted(ask)
-
-    async def _probed(self, ask: Callable[[], Awaitable[T]], until: float) -> T:
-        if time.monotonic() < until:
-            raise ServerDown(
-                f"not sent: the server failed {self._failures} times in a row, so requests pause "
-                f"for {self.rest:g} s"
-            )
+                    return await self._counted(ask)
         return await self._counted(ask)
 
     async def _counted(self, ask: Callable[[], Awaitable[T]]) -> T:

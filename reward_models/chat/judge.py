@@ -31,7 +31,7 @@ from reward_models.backbones.reward_bases import collect
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.guards import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
-from reward_models.chat.template import Template, find_templates, read_template, warn_of_wording
+from reward_models.chat.template import Template, read_template
 
 _OF_ALL = ("server", "sampling", "template", "pq_template")
 """Settings that enter the version by their content."""
@@ -98,6 +98,8 @@ class Judge(Loadable):
     slots: ClassVar[tuple[str, ...]] = ("prompt", "media")
     """Slots that a template must have."""
     optional_slots: ClassVar[tuple[str, ...]] = ()
+    conversations = 1
+    """Number of conversations about a sample, or a pair."""
 
     def __post_init__(self) -> None:
         """Read the wording, and connect to nothing yet."""
@@ -112,7 +114,7 @@ class Judge(Loadable):
         }
         names = {one.name for one in fields(self) if one.init} - {*_OF_ALL}
         own = {name: getattr(self, name) for name in names}
-        texts = [[one.system, one.user] for one in find_templates(self)]
+        texts = [[one.system, one.user] for one in self._templates()]
         decisive = self.server.model, asdict(self.sampling), self.parameters, own, texts
         hashed = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=asdict).encode())
         self.version = hashed.hexdigest()[:16]
@@ -129,11 +131,6 @@ class Judge(Loadable):
         """Return further parameters of a request. Default: none."""
         return {}
 
-    @property
-    def conversations(self) -> int:
-        """Return the number of conversations about a sample, or a pair (default: 1)."""
-        return 1
-
     @final
     def load(self) -> None:
         """Check that the server is running and offers the model."""
@@ -148,7 +145,17 @@ class Judge(Loadable):
     @final
     @override
     def caveat(self) -> str:
-        return warn_of_wording(type(self).__name__, find_templates(self))
+        places = dict.fromkeys(one.official for one in self._templates() if one.official)
+        if not places:
+            return ""
+        return (
+            f"{type(self).__name__} asks in our wording, but the judge was trained with another, "
+            "so its scores are not those of its paper. Set `template` to the official text: "
+            f"{'; '.join(places)}"
+        )
+
+    def _templates(self) -> list[Template]:
+        return [value for value in vars(self).values() if isinstance(value, Template)]
 
     def calls(self, questions: int) -> JudgeCalls:
         """Return what this number of conversations costs in all passes."""
@@ -257,6 +264,7 @@ class ChatJudge(Judge, RewardModel):
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         spread = values.clone()
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
+        partial: dict[int, str] = {}
         for i, verdict in zip(questions, verdicts, strict=True):
             extras[i] = {"texts": list(verdict.texts), "missing": list(verdict.missing)}
             if len(verdict.values) == 0:
@@ -264,9 +272,12 @@ class ChatJudge(Judge, RewardModel):
                 continue
             values[i] = self.combine(verdict.values).float()
             spread[i] = self._spread(verdict)
+            scored = zip(self.spec.dims, values[i].tolist(), strict=True)
+            if silent := [dim for dim, value in scored if value != value]:
+                partial[i] = f"the judge gave no {', '.join(silent)}"
         uncertainty = spread if self.sampling.passes > 1 else None
         output = RewardOutput.build(self.spec, values, failed, uncertainty, extras)
-        return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
+        return replace(output, reasons={**output.reasons, **partial})
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the values; raise Unparsable if a score that results is outside the scale."""
@@ -281,11 +292,3 @@ class ChatJudge(Judge, RewardModel):
     def _spread(self, verdict: Verdict) -> Float[Tensor, "R"]:
         scores = torch.stack([self.combine(row[None]) for row in verdict.values]).float()
         return scores.std(0) if len(scores) > 1 else torch.full_like(scores[0], torch.nan)
-
-    def _partial(self, output: RewardOutput, failed: Mapping[int, str]) -> dict[int, str]:
-        """Return reasons for samples that lack some of their dimensions."""
-        found = {}
-        for i in output.reasons.keys() - failed.keys():
-            scored = zip(self.spec.dims, output.valid[i].tolist(), strict=True)
-            found[i] = f"the judge gave no {', '.join(dim for dim, ok in scored if not ok)}"
-        return found

@@ -27,11 +27,12 @@ from flowalign.types import (
     UnitInterval,
 )
 from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.pixels import resize
 from reward_models.backbones.reward_bases import Composed
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.parsers import Unparsable, find_boxed, parse_json_object, strip_thoughts
-from reward_models.chat.template import encode_images, resize_shortest_side
+from reward_models.chat.template import encode_images
 
 KINDS = {
     "interaction": "L2: Irrational Element Interaction",
@@ -57,20 +58,11 @@ _SAMPLING = Sampling(max_tokens=2048)
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
-@dataclass(frozen=True)
-class Assessment:
-    """Content of the answer's box."""
+def parse_assessment(text: str) -> tuple[bool, tuple[str, ...]]:
+    r"""Parse the last \boxed{...}: whether the image is normal, and the labels of its artefacts.
 
-    normal: bool
-    artefacts: tuple[str, ...]
-    """Labels such as `L2: Abnormal Human Anatomy`, and refinements of them."""
-
-
-def parse_assessment(text: str) -> Assessment:
-    r"""Parse the verdict in the last \boxed{...}; reject labels for a normal image as
-    contradictory.
-
-    The value of a kind of artefact is true or false, or a list of its refinements.
+    Labels for a normal image are rejected as contradictory. The value of a kind of artefact is true
+    or false, or a list of its refinements.
     """
     found = parse_json_object(find_boxed(strip_thoughts(text)))
     if "Whether Normal" not in found:
@@ -82,7 +74,7 @@ def parse_assessment(text: str) -> Assessment:
     artefacts = tuple(label for kind, said in kinds.items() for label in _labels(kind, said))
     if normal and artefacts:
         raise Unparsable(f"normal, but with {', '.join(artefacts)}")
-    return Assessment(normal, artefacts)
+    return normal, artefacts
 
 
 def find_kind(label: str) -> str:
@@ -128,14 +120,17 @@ class MagicAssessor(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the image."""
-        shown = resize_shortest_side(sample.media[0].detach(), self.side)
+        shown = sample.media[0].detach()
+        scale = self.side / min(shown.shape[-2:])
+        height, width = (round(side * scale) for side in shown.shape[-2:])
+        shown = resize(shown, height, width, quantised=True)
         return [self.wording.render(media=encode_images(shown), prompt=sample.prompts[0])]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return 1 for normal and for each kind that was not found, 0 otherwise."""
-        found = parse_assessment(answers[0].text)
-        there = {find_kind(label) for label in found.artefacts}
-        return [float(found.normal), *(float(kind not in there) for kind in KINDS)]
+        normal, artefacts = parse_assessment(answers[0].text)
+        there = {find_kind(label) for label in artefacts}
+        return [float(normal), *(float(kind not in there) for kind in KINDS)]
 
 
 def _labels(kind: str, said: Any) -> list[str]:

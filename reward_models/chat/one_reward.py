@@ -60,6 +60,7 @@ class OneReward(PairJudge):
             raise ValueError("criteria is empty; name at least one, such as aesthetics")
         if self.task is None and not self.tasks:
             raise ValueError("tasks is empty; name at least one, or set task")
+        self.conversations = len(self.criteria)
         return RewardSpec(
             name="one_reward",
             dims=tuple(self.criteria),
@@ -69,11 +70,6 @@ class OneReward(PairJudge):
             needs=("prompt",),
             columns=() if self.task else (Column("task", tuple(self.tasks)),),
         )
-
-    @property
-    @override
-    def conversations(self) -> int:
-        return len(self.criteria)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation per criterion."""

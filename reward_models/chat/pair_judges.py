@@ -2,9 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
+from statistics import fmean
 from typing import Any, Literal, final
 
 import torch
@@ -31,6 +32,11 @@ def read_winner(found: Sequence[tuple[str, str]]) -> float:
     if len(said) != 1:
         raise Unparsable("no verdict" if not said else "verdicts that contradict each other")
     return said.pop()
+
+
+def compare_scores(first: float, second: float) -> float:
+    """Return 1 if the first is higher, 0 if the second is, 0.5 if both are equal."""
+    return 0.5 if first == second else float(first > second)
 
 
 @dataclass(eq=False, repr=False)
@@ -72,17 +78,15 @@ class PairJudge(Judge):
 
 @dataclass(frozen=True)
 class _Duel:
-    """Comparison of two samples of a group.
+    """Comparison of two samples of a group."""
 
-    `score` is the score of the first sample, or None if a verdict is missing.
-    """
-
-    first: int
-    second: int
-    score: Float[Tensor, "R"] | None
-    contradicted: bool
+    pair: tuple[int, int]
     missing: Sequence[str]
+    """Reasons of missing verdicts; if there are any, the duel has no score."""
     texts: Sequence[str]
+    score: Float[Tensor, "R"] = field(default_factory=lambda: torch.empty(0))
+    """Score of the first sample."""
+    contradicted: bool = False
 
 
 class WinRate(Composed):
@@ -128,63 +132,48 @@ class WinRate(Composed):
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
         for i in (i for members in groups.values() for i in members):
-            mine = [d for d in duels if i in (d.first, d.second)]
-            scores = [_score_for(i, d) for d in mine if d.score is not None]
-            extras[i] = _summarise(mine)
-            if scores:
+            mine = [d for d in duels if i in d.pair]
+            scored = [d for d in mine if not d.missing]
+            missing = [reason for d in mine for reason in d.missing]
+            extras[i] = {
+                "pairs": len(mine),
+                "missing": missing,
+                "disagreement": fmean(d.contradicted for d in scored) if scored else None,
+                "texts": [text for d in mine for text in d.texts],
+            }
+            if scored:
+                scores = [d.score if i == d.pair[0] else 1 - d.score for d in scored]
                 values[i] = torch.stack(scores).mean(0).float()
             else:
-                failed[i] = next(
-                    (r for d in mine for r in d.missing), "its group has no other sample"
-                )
+                failed[i] = missing[0] if missing else "its group has no other sample"
         return RewardOutput.build(self.spec, values, failed, extras=extras)
 
     def _duels(self, batch: MediaBatch, pairs: Sequence[tuple[int, int]]) -> list[_Duel]:
         """Return one duel per pair, from one or two comparisons each."""
         rows = {i: batch.take([i]) for i in {i for pair in pairs for i in pair}}
         asked = [(rows[i], rows[j]) for i, j in pairs]
-        swapped = [(b, a) for a, b in asked] if self.orders == "both" else []
-        verdicts = self.judge.compare([*asked, *swapped])
-        turns = zip(verdicts[: len(pairs)], verdicts[len(pairs) :] or verdicts, strict=True)
-        return [_average_verdicts(*pair, *turn) for pair, turn in zip(pairs, turns, strict=True)]
+        if self.orders == "both":
+            asked += [(second, first) for first, second in asked]
+        verdicts = self.judge.compare(asked)
+        return [_average_verdicts(p, verdicts[k :: len(pairs)]) for k, p in enumerate(pairs)]
 
 
 def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
     """Raise ValueError if a group's samples do not share one request."""
     if len(prompts := {batch.prompts[i] for i in members}) > 1:
         raise ValueError(f"group {group} has samples of {len(prompts)} different prompts")
-    shared = batch.references[members[0]] if batch.references else ()
-    for i in members[1:] if batch.references else ():
-        own = batch.references[i]
-        if len(own) != len(shared) or not all(map(torch.equal, own, shared)):
-            raise ValueError(f"group {group} has samples of different references")
+    shared, *others = (batch.references[i] if batch.references else () for i in members)
+    if not all(len(o) == len(shared) and all(map(torch.equal, o, shared)) for o in others):
+        raise ValueError(f"group {group} has samples of different references")
 
 
-def _average_verdicts(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
-    """Average a pair's verdicts; `swapped` is `straight` if it was shown in one order only."""
-    turns = [straight] if swapped is straight else [straight, swapped]
+def _average_verdicts(pair: tuple[int, int], turns: Sequence[Verdict]) -> _Duel:
+    """Average a pair's verdicts, the second of which was shown in the other order."""
     missing = [v.missing[0] for v in turns if len(v.values) == 0]
     texts = [text for v in turns for text in v.texts]
     if missing:
-        return _Duel(first, second, None, False, missing, texts)
-    scores = [straight.values.nanmean(0)]
-    if swapped is not straight:
-        scores.append(1 - swapped.values.nanmean(0))
-    contradicted = len(scores) == 2 and bool(((scores[0] - 0.5) * (scores[1] - 0.5) < 0).any())
-    return _Duel(first, second, torch.stack(scores).mean(0), contradicted, (), texts)
-
-
-def _score_for(i: int, duel: _Duel) -> Float[Tensor, "R"]:
-    assert duel.score is not None
-    return duel.score if i == duel.first else 1 - duel.score
-
-
-def _summarise(duels: Sequence[_Duel]) -> Mapping[str, Any]:
-    """Return a summary of a sample's comparisons for the extras."""
-    decided = [d for d in duels if d.score is not None]
-    return {
-        "pairs": len(duels),
-        "missing": [reason for d in duels for reason in d.missing],
-        "disagreement": sum(d.contradicted for d in decided) / len(decided) if decided else None,
-        "texts": [text for d in duels for text in d.texts],
-    }
+        return _Duel(pair, missing, texts)
+    scores = torch.stack([v.values.nanmean(0) for v in turns])
+    scores[1:] = 1 - scores[1:]
+    contradicted = len(turns) == 2 and bool(((scores - 0.5).prod(0) < 0).any())
+    return _Duel(pair, (), texts, scores.mean(0), contradicted)

@@ -106,16 +106,18 @@ def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> 
     if not answer.tokens:
         raise Unparsable("the server sent no log-probabilities")
     mass = dict.fromkeys(words, 0.0)
-    for text, logprob in answer.tokens[token][1].items():
+    likeliest = answer.tokens[token][1]
+    for text, logprob in likeliest:
         found = _WORD.fullmatch(text.lstrip(_SPACE_MARKS).lower())
         if found and found[1] in mass and not math.isnan(logprob):
             mass[found[1]] += math.exp(min(logprob, 0.0))
     total = sum(mass.values())
     if total < _LEAST_MASS:
-        likeliest = answer.tokens[token][1]
-        first = max(likeliest, key=lambda text: likeliest[text], default="")
-        allowed = f"none of {', '.join(words)} is likely"
-        raise Unparsable(f"{allowed}: together {total:.1%}, the likeliest is {first!r}")
+        first, _ = max(likeliest, key=lambda one: one[1], default=("", 0.0))
+        raise Unparsable(
+            f"none of {', '.join(words)} is likely: together {total:.1%}, "
+            f"the likeliest is {first!r}"
+        )
     return [mass[word] / total for word in words]
 
 

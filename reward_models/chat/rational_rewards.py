@@ -15,7 +15,7 @@ from typing_extensions import override
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge import ChatJudge, Sampling
-from reward_models.chat.pair_judges import PairJudge
+from reward_models.chat.pair_judges import PairJudge, compare_scores
 from reward_models.chat.parsers import Unparsable, strip_thoughts
 from reward_models.chat.template import Template, encode_frames, encode_source, read_template
 
@@ -31,6 +31,7 @@ EDIT = {
     "text_rendering": "Text Rendering",
 }
 """Title of every dimension's section in the answer."""
+_SECTIONS = {"t2i": T2I, "edit": EDIT}
 _SCORE = re.compile(r"(?:##\s*)?score\s*:\s*(?:(N/A)|(\d+(?:\.\d+)?))", re.I)
 _SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
 
@@ -83,11 +84,6 @@ class RationalRewards(ChatJudge):
     sampling: Sampling = field(default=_SAMPLING, kw_only=True)
     prefix: str = ""
 
-    @property
-    def sections(self) -> Mapping[str, str]:
-        """Return the titles of the sections by dimension."""
-        return EDIT if self.task == "edit" else T2I
-
     @override
     def read_wording(self) -> Template:
         slots = ("prompt", "media", *(["references"] if self.task == "edit" else []))
@@ -97,7 +93,7 @@ class RationalRewards(ChatJudge):
     def declare(self) -> RewardSpec:
         return RewardSpec(
             name=f"rational_rewards_{self.task}",
-            dims=tuple(f"{self.prefix}{dim}" for dim in (*self.sections, "overall")),
+            dims=tuple(f"{self.prefix}{dim}" for dim in (*_SECTIONS[self.task], "overall")),
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
@@ -114,7 +110,7 @@ class RationalRewards(ChatJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the scores of the sections and overall, from 0 to 1."""
-        scores = parse_sections(answers[0].text, self.sections)
+        scores = parse_sections(answers[0].text, _SECTIONS[self.task])
         each = [(_clamp(score) - 1) / 3 for score in scores.values()]
         return [*each, average_sections(scores)]
 
@@ -143,11 +139,14 @@ def parse_pair(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float,
     Raises:
         Unparsable: A score is missing or outside 1 to 4.
     """
-    titles = {name: title.replace(" and Visual", "") for name, title in sections.items()}
-    bodies = split_sections(text, titles)
+    bodies = split_sections(text, _shorten_titles(sections))
     return {
         name: (_parse_score("A", body), _parse_score("B", body)) for name, body in bodies.items()
     }
+
+
+def _shorten_titles(sections: Mapping[str, str]) -> dict[str, str]:
+    return {name: title.replace(" and Visual", "") for name, title in sections.items()}
 
 
 def sum_sections(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -189,8 +188,7 @@ class RationalPair(PairJudge):
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with both images, preceded by their source for an edit."""
-        sections = EDIT if self.task == "edit" else T2I
-        titles = [title.replace(" and Visual", "") for title in sections.values()]
+        titles = _shorten_titles(_SECTIONS[self.task]).values()
         return [
             self.wording.render(
                 prompt=first.prompts[0],
@@ -203,9 +201,8 @@ class RationalPair(PairJudge):
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return 1, 0 or 0.5 per dimension, depending on the image with the higher total."""
-        sections = EDIT if self.task == "edit" else T2I
-        sums = sum_sections(parse_pair(answers[0].text, sections)).values()
-        return [0.5 if a == b else float(a > b) for a, b in sums]
+        scores = parse_pair(answers[0].text, _SECTIONS[self.task])
+        return [compare_scores(*both) for both in sum_sections(scores).values()]
 
 
 def _parse_score(which: str, section: str) -> float:

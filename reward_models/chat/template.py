@@ -3,7 +3,7 @@
 import base64
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -17,7 +17,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch
 from flowalign.utils.files import bundled
 from flowalign.utils.hub import file_of
-from reward_models.backbones.pixels import evenly, resize
+from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import to_uint8
 
 _FOLDER = Path(__file__).parent / "prompts"
@@ -64,8 +64,12 @@ class Template:
         parts: list[dict[str, Any]] = []
         for i, piece in enumerate(_SLOT.split(self.user)):
             value = piece if i % 2 == 0 else slots[piece]
-            for item in [value] if isinstance(value, str) else value:
-                _append(parts, item, picture=not isinstance(value, str))
+            if not isinstance(value, str):
+                parts += [{"type": "image_url", "image_url": {"url": url}} for url in value]
+            elif parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += value
+            elif value:
+                parts.append({"type": "text", "text": value})
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": parts}]
 
@@ -98,7 +102,9 @@ def _read_text(source: str) -> str:
     kind, _, rest = source.partition(":")
     try:
         if kind == "hub":
-            return _find_on_hub(source, rest).read_text(encoding="utf-8")
+            if not (found := re.fullmatch(r"([^/]+/[^/]+)/(.+)", rest)):
+                raise ValueError(f"template {source!r} must be hub:owner/repository/path")
+            return file_of(found[1], found[2]).read_text(encoding="utf-8")
         if kind == "package":
             package, _, name = rest.partition("/")
             return (resources.files(package) / name).read_text(encoding="utf-8")
@@ -112,39 +118,6 @@ def _read_text(source: str) -> str:
             f"template {source!r} cannot be read ({type(error).__name__}); give a file, "
             f"hub:owner/repository/path, package:name/path, or one of {', '.join(names)}"
         ) from error
-
-
-def _find_on_hub(source: str, rest: str) -> Path:
-    owner, _, inside = rest.partition("/")
-    repository, _, name = inside.partition("/")
-    if not (owner and repository and name):
-        raise ValueError(f"template {source!r} must be hub:owner/repository/path")
-    return file_of(f"{owner}/{repository}", name)
-
-
-def find_templates(judge: object) -> list[Template]:
-    """Return the templates among the attributes of a judge."""
-    return [value for value in vars(judge).values() if isinstance(value, Template)]
-
-
-def warn_of_wording(reward: str, templates: Iterable[Template]) -> str:
-    """Return a warning if a judge is not asked in the words that it was trained with."""
-    places = dict.fromkeys(one.official for one in templates if one.official)
-    if not places:
-        return ""
-    return (
-        f"{reward} asks in our wording, but the judge was trained with another, so its scores are "
-        f"not those of its paper. Set `template` to the official text: {'; '.join(places)}"
-    )
-
-
-def _append(parts: list[dict[str, Any]], item: str, picture: bool) -> None:
-    if picture:
-        parts.append({"type": "image_url", "image_url": {"url": item}})
-    elif parts and parts[-1]["type"] == "text":
-        parts[-1]["text"] += item
-    elif item:
-        parts.append({"type": "text", "text": item})
 
 
 def encode_image(picture: Float[Tensor, "3 h w"]) -> str:
@@ -182,18 +155,6 @@ def encode_references(sample: MediaBatch) -> list[str]:
     pictures = list(sample.references[0]) if sample.references else []
     masks = [mask.expand(3, -1, -1) for mask in sample.masks if mask is not None]
     return [encode_image(picture) for picture in (*pictures, *masks)]
-
-
-def resize_to_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
-    """Resize to a square, ignoring the aspect ratio."""
-    return resize(frames, size, size, quantised=True)
-
-
-def resize_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
-    """Resize to a shortest side of `size`, without cropping."""
-    h, w = frames.shape[-2:]
-    scale = size / min(h, w)
-    return resize(frames, round(h * scale), round(w * scale), quantised=True)
 
 
 @lru_cache(maxsize=32)  # each image of a group occurs in many pairs

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_models.chat.pair_judges import read_winner
+from reward_models.chat.pair_judges import compare_scores, read_winner
 from reward_models.chat.parsers import (
     NUMBER,
     Unparsable,
@@ -104,11 +104,6 @@ def parse_higher(text: str) -> float:
         raise Unparsable(f"no two scores in {answer.strip()[:60]!r}")
     scores = [named["1"], named["2"]] if named else bare
     return compare_scores(*map(float, scores))
-
-
-def compare_scores(first: float, second: float) -> float:
-    """Return 1 if the first is higher, 0 if the second is, 0.5 if both are equal."""
-    return 0.5 if first == second else float(first > second)
 
 
 def _average_share(category: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ from typing import Literal
 from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.pixels import evenly, parts
+from reward_models.backbones.pixels import evenly, parts, resize
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.pair_judges import PairJudge
@@ -28,7 +28,6 @@ from reward_models.chat.template import (
     encode_images,
     encode_source,
     read_template,
-    resize_to_square,
 )
 from reward_models.chat.unified_answers import (
     parse_better,
@@ -106,7 +105,8 @@ class UnifiedRewardPoint(ChatJudge):
         """Return one conversation with the image, or with frames of the video."""
         frames = sample.media[0].detach()
         frames = frames[parts(len(frames), min(self.frames, len(frames)))]
-        frames = frames if self.squash is None else resize_to_square(frames, self.squash)
+        if self.squash:
+            frames = resize(frames, self.squash, self.squash, quantised=True)
         return [self.wording.render(prompt=sample.prompts[0], media=encode_images(frames))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:

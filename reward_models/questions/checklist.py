@@ -32,7 +32,6 @@ from flowalign.types import (
 from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward, YesNoJudge
 from reward_models.questions.question_set import (
     Answers,
-    QuestionSet,
     fit_question_set,
     read_question_set,
     value_items,
@@ -78,14 +77,13 @@ class Checklist(Composed, ScreenedReward, Fittable):
     def _spec(self) -> RewardSpec:
         question_set, model = self.question_set, self._model
         used = [] if self.alignment in (None, "omit") else ["alignment"]
-        extra = [question_set.alignment * x for x in (model.spec.scale if model else (0.0, 1.0))]
-        low, high = (min(extra[0], 0), max(extra[1], 0)) if used else (0.0, 0.0)
+        ends = model.spec.scale if model else (0.0, 1.0)
+        worth = [0.0, *(question_set.alignment * end for end in ends if used)]
         most = float(question_set.scaled.sum())
-        low, high = (
-            low - most + min(question_set.intercept, 0),
-            high + most + max(question_set.intercept, 0),
-        )
-        single = [-1.0, 1.0, *(model.spec.scale if model else ())] if self.columns else []
+        low = min(worth) - most + min(question_set.intercept, 0)
+        high = max(worth) + most + max(question_set.intercept, 0)
+        single = [-1.0, 1.0, *(ends if model else ())] if self.columns else []
+        hashed = hashlib.sha256(json.dumps(asdict(question_set), sort_keys=True).encode())
         prompted = used or any("[[prompt]]" in question for question in question_set.questions)
         needs: set[Any] = {"prompt"} if prompted else set()
         needs |= set(model.spec.needs) if model else set()
@@ -100,7 +98,7 @@ class Checklist(Composed, ScreenedReward, Fittable):
             needs=tuple(sorted(needs)),
             normalisation=f"{question_set.reduction} of {self.answers} answers"
             + (", without alignment" if self.alignment == "omit" else ""),
-            version=f"{_fingerprint(question_set)} {self.judge.version} alignment {term}",
+            version=f"{hashed.hexdigest()[:16]} {self.judge.version} alignment {term}",
         )
 
     @override
@@ -167,22 +165,8 @@ class Checklist(Composed, ScreenedReward, Fittable):
         seed: int = 0,
     ) -> Fit:
         """Fit the weights; the text is the JSON of the question set with the new weights."""
-        found = fit_question_set(
-            self.question_set, lead, torch.zeros_like(lead), share, held_out, ridge, seed
-        )
-        figures = {
-            "train accuracy": found.train_accuracy,
-            "held-out accuracy": found.held_out_accuracy,
-            "train pairs": found.num_train,
-            "held-out pairs": found.num_held_out,
-            "items kept": len(found.question_set.items),
-        }
-        return Fit(found.question_set.text(), figures)
-
-
-def _fingerprint(question_set: QuestionSet) -> str:
-    content = json.dumps(asdict(question_set), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+        fitted, figures = fit_question_set(self.question_set, lead, share, held_out, ridge, seed)
+        return Fit(fitted.text(), figures)
 
 
 def vision_reward_image(

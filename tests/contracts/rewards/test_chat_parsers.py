@@ -76,15 +76,17 @@ def test_thoughts_without_an_end_are_no_answer(parse, verdict):
 
 
 def first_token(**likeliest: float) -> ChatAnswer:
-    shown = {
-        text.replace("space_", "\u0120").replace("mark_", "\u2581"): math.log(p)
+    shown = [
+        (text.replace("space_", "\u0120").replace("mark_", "\u2581"), math.log(p))
         for text, p in likeliest.items()
-    }
-    return ChatAnswer("", tokens=[(next(iter(shown)), shown)])
+    ]
+    return ChatAnswer("", tokens=[(shown[0][0], shown)])
 
 
 def test_words_without_most_of_the_probability_are_no_answer():
-    thinking = ChatAnswer("", tokens=[("<think>", {"<think>": -1e-4, "Yes": -12.0, "No": -9.0})])
+    thinking = ChatAnswer(
+        "", tokens=[("<think>", [("<think>", -1e-4), ("Yes", -12.0), ("No", -9.0)])]
+    )
     with pytest.raises(Unparsable, match=r"none of yes, no is likely: together 0\.0%.*'<think>'"):
         word_probabilities(thinking, 0, ("yes", "no"))
     with pytest.raises(Unparsable, match=r"together 49\.0%"):
@@ -301,7 +303,7 @@ def test_a_pair_with_a_section_missing_or_out_of_range_is_not_read():
 def answer_of(index, row):
     logits = load("H_judge_parsers")[f"digit_logits{index}"]
     logprobs = torch.log_softmax(logits, 1)
-    digits = [dict(zip("12345", step.tolist(), strict=True)) for step in logprobs]
+    digits = [list(zip("12345", step.tolist(), strict=True)) for step in logprobs]
     return ChatAnswer(row["text"], "stop", list(zip(row["text"], digits, strict=True)))
 
 
@@ -352,11 +354,11 @@ def test_an_expectation_orders_what_upstream_weighing_does_not():
     """A certain 3 beats a 5 with share 0.4 upstream, although everything else there is a 4."""
 
     def weighed(shares_of_digits, mode):
-        step = {str(d): math.log(p) for d, p in shares_of_digits.items()}
+        step = [(str(d), math.log(p)) for d, p in shares_of_digits.items()]
         text = "(1) visual quality: {0} (2) text-to-video alignment: {0} " + (
             "(3) physical/common-sense consistency: {0}"
         )
-        tokens = [(c, step if c == "5" else {c: 0.0}) for c in text.format("5")]
+        tokens = [(c, step if c == "5" else [(c, 0.0)]) for c in text.format("5")]
         return soft_scores(ChatAnswer(text, "stop", tokens), mode)[0]
 
     certain, likely = {3: 0.999, 5: 0.001}, {5: 0.4, 4: 0.35, 3: 0.25}
@@ -367,13 +369,8 @@ def test_an_expectation_orders_what_upstream_weighing_does_not():
 
 
 def test_shares_add_up_the_spellings_of_a_word_and_leave_others_out():
-    step = {
-        "Yes": math.log(0.3),
-        " yes": math.log(0.1),
-        "NO": math.log(0.2),
-        "maybe": math.log(0.4),
-    }
-    answer = ChatAnswer("Yes", "stop", [("Yes", step)])
+    said = {"Yes": 0.3, " yes": 0.1, "NO": 0.2, "maybe": 0.4}
+    answer = first_token(**said)
     assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([2 / 3, 1 / 3])
     with pytest.raises(Unparsable, match="none of good, bad"):
         word_probabilities(answer, 0, ("good", "bad"))
@@ -404,7 +401,7 @@ BOXES = [
 @pytest.mark.parametrize(("text", "expected"), BOXES)
 def test_an_assessment_is_read_from_the_last_complete_box(text, expected):
     found = reading(parse_assessment, text)
-    assert (None if found is None else (found.normal, found.artefacts)) == expected
+    assert found == expected
 
 
 def test_a_box_ends_at_its_own_brace():
@@ -504,7 +501,7 @@ def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kin
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=4), st.floats()), max_size=6), st.sampled_from("135"))
 def test_no_log_probabilities_give_shares_outside_zero_to_one(likeliest, digit):
-    answer = ChatAnswer(digit, "stop", [(digit, dict(likeliest) | {digit: -1.0})])
+    answer = ChatAnswer(digit, "stop", [(digit, [*likeliest, (digit, -1.0)])])
     for words in (("1", "2", "3", "4", "5"), ("yes", "no")):
         found = reading(word_probabilities, answer, 0, words)
         assert found is None or sum(found) == pytest.approx(1)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.questions.checklist import Checklist, vision_reward_image, vision_reward_video
@@ -17,7 +16,6 @@ from reward_models.questions.question_set import (
     fit_weights,
     pair_accuracy,
     read_question_set,
-    value_items,
 )
 from reward_models.questions.vqa_score import QUESTION
 from tests.fixtures.fake_judge import FakeJudge
@@ -242,8 +240,8 @@ def test_files_that_are_no_question_set_are_refused(tmp_path, content):
         read_question_set(str(tmp_path / "question_set.json"))
 
 
-def simulated(num: int = 1795, items: int = 29) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Answers to pairs, who was preferred, and the weights behind it."""
+def simulated(num: int = 1795, items: int = 29) -> tuple[Tensor, Tensor, Tensor]:
+    """Differences of the answers to pairs, who was preferred, and the weights behind it."""
     generator = torch.Generator().manual_seed(11)
     weights = torch.linspace(0.02, 1.2, items)[torch.randperm(items, generator=generator)]
     rate = torch.rand(items, generator=generator) * 0.6 + 0.2
@@ -251,21 +249,21 @@ def simulated(num: int = 1795, items: int = 29) -> tuple[Tensor, Tensor, Tensor,
         (torch.rand(num, items, generator=generator) < rate).float() * 2 - 1 for _ in range(2)
     )
     p = ((first - second) / 2 @ weights * 0.5).sigmoid()
-    return first, second, torch.bernoulli(p, generator=generator), weights
+    return first - second, torch.bernoulli(p, generator=generator), weights
 
 
 def test_fitted_weights_recover_order_and_accuracy_and_are_never_negative():
-    first, second, preferred, planted = simulated()
-    fitted = fit_weights(first, second, preferred).float()
+    lead, preferred, planted = simulated()
+    fitted = fit_weights(lead, preferred).float()
     assert (fitted >= 0).all()
     ranks = torch.stack([w.argsort().argsort().float() for w in (fitted, planted)])
     assert torch.corrcoef(ranks)[0, 1] > 0.85
     question_set = read_question_set("vision_reward_video")
-    fit = fit_question_set(question_set, first, second, preferred)
-    assert (fit.num_train, fit.num_held_out) == (1436, 359)
-    held = pair_accuracy(planted, first, second, preferred)
-    assert fit.held_out_accuracy > held - 0.04
-    assert fit.train_accuracy > held - 0.01
+    _, figures = fit_question_set(question_set, lead, preferred)
+    assert (figures["train pairs"], figures["held-out pairs"]) == (1436, 359)
+    held = pair_accuracy(planted, lead, preferred)
+    assert figures["held-out accuracy"] > held - 0.04
+    assert figures["train accuracy"] > held - 0.01
 
 
 def test_items_are_dimensions_that_weights_are_fitted_to(tmp_path):
@@ -295,92 +293,55 @@ def newton(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_the_bound_changes_nothing_where_the_free_fit_is_positive():
-    first, second, preferred, planted = simulated()
-    strong = planted > 0.5
-    x = ((first - second) / 2)[:, strong].double()
-    free = newton(x, preferred.double())
+    lead, preferred, planted = simulated()
+    lead = lead[:, planted > 0.5]
+    free = newton(lead.double() / 2, preferred.double())
     assert (free > 0).all()
-    fitted = fit_weights(first[:, strong], second[:, strong], preferred)
-    torch.testing.assert_close(fitted, free, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fit_weights(lead, preferred), free, atol=1e-5, rtol=1e-4)
 
 
-def test_the_bound_is_met_where_the_free_fit_is_negative_and_the_loss_is_least():
-    first, second, preferred, _ = simulated()
-    first[:, 3], second[:, 3] = -first[:, 3], -second[:, 3]
-    x, y = (first - second).double() / 2, preferred.double()
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_the_bound_is_met_where_the_free_fit_is_negative_and_the_loss_is_least(ridge):
+    lead, preferred, _ = simulated()
+    lead[:, 3] *= -1
+    x, y = lead.double() / 2, preferred.double()
     assert newton(x, y)[3] < 0
-    fitted = fit_weights(first, second, preferred)
+    fitted = fit_weights(lead, preferred, ridge)
     assert fitted[3] == 0
-    gradient = x.T @ ((x @ fitted).sigmoid() - y) / len(x)
+    gradient = x.T @ ((x @ fitted).sigmoid() - y) / len(x) + ridge * fitted
     assert (gradient[fitted == 0] >= -1e-6).all()  # Kuhn-Tucker: going below 0 would be needed
     assert gradient[fitted > 0].abs().max() < 1e-6
 
 
 def test_shares_of_votes_and_ties_are_fitted_and_ridge_shrinks():
-    x = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+    lead = torch.tensor([[2.0], [2.0], [-2.0], [-2.0]])
     shares = torch.tensor([0.75, 0.75, 0.25, 0.5])
-    weight = fit_weights(x, -x, shares)
+    weight = fit_weights(lead, shares)
     assert weight.item() == pytest.approx(torch.tensor(0.6875).logit().item(), abs=1e-5)
-    assert fit_weights(x, -x, shares, ridge=1.0).item() < weight.item()
-    assert pair_accuracy(weight, x, -x, shares) == 1.0
-    assert pair_accuracy(weight * 0, x, -x, shares) == 0.5
-
-
-def test_items_that_did_not_apply_do_not_move_their_weight(tmp_path):
-    question_set = small_question_set(
-        items=[Item("sharp?", 1.0, "look"), Item("smiles?", 1.0, "people", "face")]
-    )
-    generator = torch.Generator().manual_seed(2)
-    yes = torch.rand(2, 600, 3, generator=generator)
-    a, b = (value_items(question_set, y) for y in yes)
-    assert (a[~(yes[0, :, 0] > 0.5), 1] == 0).all()
-    drawn = torch.rand(600, generator=generator)
-    preferred = (((a - b) @ torch.tensor([0.4, 0.6]).double()).sigmoid() > drawn).float()
-    together = fit_weights(a, b, preferred)
-    neither = ~(yes[..., 0] > 0.5).any(0)
-    flipped = yes.clone()
-    flipped[:, neither, 2] = 1 - flipped[:, neither, 2]
-    again = fit_weights(*(value_items(question_set, y) for y in flipped), preferred)
-    assert neither.any()
-    assert together[1] > 0
-    assert torch.equal(together, again)
+    assert fit_weights(lead, shares, ridge=1.0).item() < weight.item()
+    assert pair_accuracy(weight, lead, shares) == 1.0
+    assert pair_accuracy(weight * 0, lead, shares) == 0.5
 
 
 def test_a_fit_is_written_as_the_question_set_that_a_checklist_reads(tmp_path):
-    first, second, preferred, _ = simulated(400, 4)
-    first[:, 1], second[:, 1] = preferred * -2 + 1, preferred * 2 - 1  # yes to it is always worse
+    lead, preferred, _ = simulated(400, 4)
+    lead[:, 1] = preferred * -4 + 2  # yes to it is always worse
     question_set = small_question_set(alignment=1.0)
-    fit = fit_question_set(question_set, first, second, preferred, ridge=0.01)
-    assert fit.weights[1] == 0
-    assert fit.question_set.alignment == fit.weights[0]
-    assert [item.question for item in fit.question_set.items] == ["smiles?", "bright?"]
+    fitted, figures = fit_question_set(question_set, lead, preferred, ridge=0.01)
+    assert [item.question for item in fitted.items] == ["smiles?", "bright?"]
+    assert figures["items kept"] == 2
     judge = FakeJudge({"face?": 1.0, "smiles?": 1.0, "bright?": 0.0})
-    model = Checklist(judge, written(fit.question_set, tmp_path), alignment=Fixed(0.5))
-    expected = fit.weights @ torch.tensor([0.5, 0.0, 1.0, -1.0]).double() + question_set.intercept
-    torch.testing.assert_close(
-        model.score(one()).values[0, 0].double(), expected, rtol=1e-5, atol=0
-    )
+    model = Checklist(judge, written(fitted, tmp_path), alignment=Fixed(0.5))
+    smiles, bright = (item.weight for item in fitted.items)
+    expected = 0.5 * fitted.alignment + smiles - bright + question_set.intercept
+    assert model.score(one()).values[0, 0].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_fit_of_other_features_or_bad_numbers_is_refused():
-    first, second, preferred, _ = simulated(50, 3)
+    lead, preferred, _ = simulated(50, 3)
     with pytest.raises(ValueError, match="has 4 features, not 3"):
-        fit_question_set(small_question_set(alignment=1.0), first, second, preferred)
+        fit_question_set(small_question_set(alignment=1.0), lead, preferred)
     with pytest.raises(ValueError, match="finite"):
-        fit_weights(first * torch.nan, second, preferred)
+        fit_weights(lead * torch.nan, preferred)
     with pytest.raises(ValueError, match="held_out"):
-        fit_question_set(small_question_set(), first, second, preferred, held_out=1.0)
-
-
-def test_the_fit_minimises_the_loss_of_its_formula():
-    first, second, preferred, _ = simulated(300, 5)
-    fitted = fit_weights(first, second, preferred, ridge=0.1)
-
-    def loss(w: Tensor) -> Tensor:
-        margin = (first - second).double() / 2 @ w
-        total = F.binary_cross_entropy_with_logits(margin, preferred.double())
-        return total + 0.05 * w.square().sum()
-
-    for i in range(5):
-        for step in (1e-3, -1e-3):
-            assert loss((fitted + step * torch.eye(5).double()[i]).clamp(min=0)) >= loss(fitted)
+        fit_question_set(small_question_set(), lead, preferred, held_out=1.0)
