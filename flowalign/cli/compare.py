@@ -2,17 +2,12 @@
 
 import argparse
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flowalign.cli.options import SEED, whole
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
-
-if TYPE_CHECKING:
-    from flowalign.studies.compare import Benchmark
 
 HELP = "Train several run files with several seeds, and compare."
 
@@ -54,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
 
 
+@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the page and return 0; a repeated command continues."""
     from flowalign.studies.compare import ComparisonRequest, compare
@@ -62,32 +58,30 @@ def run(args: argparse.Namespace) -> int:
 
     settings = [c for c in args.configs if "=" in c]  # overrides a.b=c
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
-    overrides, out = [*settings, *args.overrides], Path(args.out)
-    with convert_value_errors():
-        benchmark = _read_benchmark(args)
-        request = ComparisonRequest(
-            files, overrides, args.seeds, out, args.jobs, args.metric, benchmark
-        )
-        check_folder_path(out)
-        result = compare(request, get_log())
-        _print_tables(describe_results(result))
-        if benchmark:
-            lines = evaluate_benchmark(request, result, get_log())
-            _print_tables(describe_benchmark(benchmark.name, lines))
-    get_log()(f"comparison: {out / 'compare.html'}")
+    overrides, out, log = [*settings, *args.overrides], Path(args.out), get_log()
+    _check_benchmark(args)
+    request = ComparisonRequest(files, overrides, args.seeds, out, args.jobs, args.metric)
+    check_folder_path(out)
+    result = compare(request, log)
+    for title, rows in describe_results(result).items():
+        table(title, rows)
+    if args.benchmark:
+        lines = evaluate_benchmark(request, args.benchmark, args.data, result, log)
+        for title, rows in describe_benchmark(args.benchmark, lines).items():
+            table(title, rows)
+    log(f"comparison: {out / 'compare.html'}")
     return 0
 
 
-def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
-    """Return the benchmark; raise ValueError before any training if it cannot be evaluated."""
+def _check_benchmark(args: argparse.Namespace) -> None:
+    """Raise ValueError before any training if the benchmark cannot be evaluated."""
     from flowalign.studies.benchmark.card import load_card
     from flowalign.studies.benchmark.items import read_prompts
-    from flowalign.studies.compare import Benchmark
 
     if args.benchmark is None:
         if args.data:
             raise ValueError("--data needs --benchmark NAME")
-        return None
+        return
     card = load_card(args.benchmark)
     if not card.rewards:
         raise ValueError(
@@ -95,9 +89,3 @@ def _read_benchmark(args: argparse.Namespace) -> "Benchmark | None":
             "so train first, then run `flowalign eval --benchmark` with --scores"
         )
     read_prompts(card, args.data)
-    return Benchmark(args.benchmark, args.data)
-
-
-def _print_tables(tables: Mapping[str, Mapping[str, str]]) -> None:
-    for title, rows in tables.items():
-        table(title, rows)

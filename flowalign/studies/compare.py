@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,16 +37,6 @@ _LONGEST_LIST = 3
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    """Benchmark of `flowalign eval --benchmark`."""
-
-    name: str
-    """Name of the card, or its path."""
-    data: str | None = None
-    """Official prompt file. None: the card bundles its prompts."""
-
-
-@dataclass(frozen=True)
 class ComparisonRequest:
     """Options of `flowalign compare`."""
 
@@ -61,8 +52,6 @@ class ComparisonRequest:
     """Number of parallel runs. None: one per free core, and one on a GPU."""
     metric: str | None = None
     """Held-out dimension to compare. None: `exact_match`, or the only one."""
-    benchmark: Benchmark | None = None
-    """Benchmark of the trained weights. None: none."""
 
 
 @dataclass(frozen=True)
@@ -109,39 +98,34 @@ def compare(request: ComparisonRequest, log: Log) -> Comparison:
     metric, distance = metric_of(request.metric, entries), distance_of(entries)
     # All folders are checked before the first run starts.
     singles = [_single(request.out, entry, seed) for entry in entries for seed in request.seeds]
-    jobs = [_job(request, single) for single in singles if single.todo != "keep"]
+    jobs = {one.folder: _job(request, one) for one in singles if one.todo != "keep"}
     for entry in entries:
         if entry.settings["evaluation"]["every"] == 0:
             log(f"{entry.name}: evaluation.every is 0, so its curve will have only two points")
     for single in singles:
         if single.todo == "keep":
             log(f"kept {single.name}, finished earlier")
-    failed = run_all(jobs, request.jobs or at_once(entries), log)
-    missing = {job.log for job in failed}
-    left = [single for single in singles if _log(single.folder) not in missing]
+    failed = run_all(list(jobs.values()), request.jobs or at_once(entries), log)
+    left = [single for single in singles if jobs.get(single.folder) not in failed]
     methods = [
-        Method(entry.name, tuple(curve(s, metric, distance) for s in left if s.entry is entry))
-        for entry in entries
-        if any(s.entry is entry for s in left)
+        Method(name, tuple(curve(one, metric, distance) for one in runs))
+        for name, runs in groupby(left, lambda one: one.entry.name)
     ]
-    if not methods:
-        raise TrainingFailure(_failure(failed, len(singles)))
-    result = compared(metric, methods, distance)
-    write_comparison(request.out, result, [job.name for job in failed])
-    if failed:
-        raise TrainingFailure(_failure(failed, len(singles)))
-    return result
+    if methods:
+        result = compared(metric, methods, distance)
+        write_comparison(request.out, result, [job.name for job in failed])
+        if not failed:
+            return result
+    shown = shorten_list([f"{job.name}: {job.log}" for job in failed], _LONGEST_LIST + 1)
+    first = f"{len(failed)} of {len(singles)} runs failed; repeat the command to retry them:"
+    raise TrainingFailure("\n".join([first, *shown]))
 
 
 def read(request: ComparisonRequest) -> list[Entry]:
     """Read every run file and check it alone, as `flowalign check` does, and against the others."""
     stems = [Path(configs[-1]).stem for configs in request.configs]
-    for what, some in (
-        ("run files named", stems),
-        ("seeds", [str(k) for k in request.seeds]),
-    ):
-        repeated = sorted({one for one in some if some.count(one) > 1})
-        if repeated:
+    for what, some in ("run files named", stems), ("seeds", list(map(str, request.seeds))):
+        if repeated := sorted({one for one in some if some.count(one) > 1}):
             raise ValueError(f"two {what} {', '.join(repeated)}; each needs its own folder")
     for name in (o.lstrip("-").partition("=")[0] for o in request.overrides):
         if name in _OURS:
@@ -167,17 +151,14 @@ def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
 
 def _same_evaluation(entries: Sequence[Entry]) -> None:
     """Raise ValueError unless all methods have the same evaluation settings."""
-    names = ("prompts", "num_prompts", "num_steps", "seed")
     first = entries[0]
-    for entry in entries[1:]:
-        for name in names:
-            here, there = (e.settings["evaluation"][name] for e in (entry, first))
-            if here != there:
-                raise ValueError(
-                    f"evaluation.{name} is {here} in {entry.name} and {there} in "
-                    f"{first.name};\nset the same value, for example with "
-                    f"--evaluation.{name} for all runs"
-                )
+    for entry, name in product(entries[1:], ("prompts", "num_prompts", "num_steps", "seed")):
+        here, there = (e.settings["evaluation"][name] for e in (entry, first))
+        if here != there:
+            raise ValueError(
+                f"evaluation.{name} is {here} in {entry.name} and {there} in {first.name};\n"
+                f"set the same value, for example with --evaluation.{name} for all runs"
+            )
 
 
 def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
@@ -242,15 +223,12 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _OURS}
 
 
-def _log(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
-
-
 def _job(request: ComparisonRequest, single: Single) -> CommandJob:
     options = ["--seed", str(single.seed), "--output_dir", str(single.folder)]
     options += [f"--{single.todo}"] if single.todo != "start" else []
     start = [sys.executable, "-m", "flowalign", "train", *single.entry.configs]
-    return CommandJob(single.name, [*start, *request.overrides, *options], _log(single.folder))
+    log = single.folder.with_name(f"{single.folder.name}.log")
+    return CommandJob(single.name, [*start, *request.overrides, *options], log)
 
 
 def curve(single: Single, metric: str, distance: str = "") -> Curve:
@@ -261,11 +239,8 @@ def curve(single: Single, metric: str, distance: str = "") -> Curve:
     """
     per_step = single.entry.run.recipe.examples_per_step
     gpus = read_json(single.folder / "summary.json").get("gpus", 0)
-    rows = {
-        row["evaluated_after"]: row
-        for row in read_metrics(single.folder)
-        if "evaluated_after" in row
-    }
+    metrics = read_metrics(single.folder)
+    rows = {row["evaluated_after"]: row for row in metrics if "evaluated_after" in row}
     points = []
     for done, row in sorted(rows.items()):
         costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}
@@ -288,11 +263,3 @@ def held_out(row: Mapping[str, Any], metric: str) -> float:
     splits = [row[name] for name in names]
     values = [math.nan if v is None else v for v in splits or [row.get(whole)]]
     return sum(values) / len(values)
-
-
-def _failure(failed: Sequence[CommandJob], num_runs: int) -> str:
-    shown = [f"{job.name}: {job.log}" for job in failed[:_LONGEST_LIST]]
-    more = len(failed) - len(shown)
-    shown += [f"and {more} more"] if more else []
-    first = f"{len(failed)} of {num_runs} runs failed; repeat the command to retry them:"
-    return "\n".join([first, *shown])

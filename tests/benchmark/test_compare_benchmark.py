@@ -6,7 +6,7 @@ import pytest
 
 from flowalign.cli.main import main
 from flowalign.studies import compare_benchmark, comparison_page
-from flowalign.studies.compare import Benchmark, ComparisonRequest
+from flowalign.studies.compare import ComparisonRequest
 from flowalign.studies.compare_benchmark import evaluate_benchmark
 from flowalign.studies.comparison import Curve, Method, Point
 from flowalign.studies.comparison import compare as compared
@@ -43,13 +43,12 @@ def test_all_seeds_of_a_method_are_evaluated_together_and_compared(tmp_path, mon
         ["--num_steps", "1"],  # of training; `eval` would take them for denoising steps
         [0, 1],
         tmp_path,
-        benchmark=Benchmark("toy", "p"),
     )
-    (line,) = evaluate_benchmark(asked, result(), lambda _: None)
+    (line,) = evaluate_benchmark(asked, "toy", "p", result(), lambda _: None)
     step = "checkpoints/step-000002"
     assert commands[1] == (
         f"eval {tmp_path}/b/seed0/config.yaml --benchmark toy "
-        f"--out {tmp_path}/b/benchmark-toy --data p "
+        f"--data p --out {tmp_path}/b/benchmark-toy "
         f"--weights {tmp_path}/b/seed0/{step} --weights {tmp_path}/b/seed1/{step}/ema"
     )
     assert (line.metric, line.base) == ("m", 1.0)
