@@ -13,6 +13,7 @@ import numpy as np
 
 from flowalign.functional.degradation import student_quantile
 from flowalign.functional.resampling import LEVEL, smallest_difference
+from flowalign.reports.records import number
 
 Cost = Literal["reward_calls", "network_evaluations", "seconds", "gpu_hours", "trajectories"]
 Axis = Cost | Literal["distance"]
@@ -149,6 +150,8 @@ def compare(metric: str, methods: Sequence[Method], distance: str = "") -> Compa
         {axis: band(method, axis) for axis in (*AXES, DISTANCE)} for method in methods
     ]
     target = bands[0]["trajectories"].mean[-1]
+    points = [point for method in methods for run in method.runs for point in run.points]
+    measured = all(DISTANCE in point.costs for point in points)
     rows = [
         MethodRow(
             method=method,
@@ -169,13 +172,8 @@ def compare(metric: str, methods: Sequence[Method], distance: str = "") -> Compa
         fewest_seeds=min(len(row.method.runs) for row in rows),
         smallest_final=smallest_difference([row.final.values for row in rows]),
         smallest={a: smallest_difference([r.at_budget[a].values for r in rows]) for a in AXES},
-        distance=distance if all(is_measured(run) for m in methods for run in m.runs) else "",
+        distance=distance if measured else "",
     )
-
-
-def is_measured(run: Curve) -> bool:
-    """Return whether every evaluation of a run has a distance."""
-    return all(DISTANCE in point.costs for point in run.points)
 
 
 def seed_statistics(values: Sequence[float]) -> SeedStatistics:
@@ -280,9 +278,6 @@ def leads(comparison: Comparison, axis: Axis) -> list[bool]:
 
 def methods_of(content: Mapping[str, Any]) -> list[Method]:
     """Restore the methods of a `compare.json`, for new charts or tables."""
-
-    def number(value: float | None) -> float:
-        return math.nan if value is None else float(value)
 
     def curve(run: Mapping[str, Any]) -> Curve:
         points = [

@@ -46,82 +46,72 @@ def write_comparison(
     """
     out.mkdir(parents=True, exist_ok=True)
     measured = {name: [asdict(line) for line in lines] for name, lines in (benchmark or {}).items()}
-    content = {"missing": list(missing), "benchmark": measured} | asdict(comparison)
-    write_json(out / "compare.json", content)
+    write_json(
+        out / "compare.json",
+        {"missing": list(missing), "benchmark": measured} | asdict(comparison),
+    )
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
         partial.write_bytes(drawn)
-    views, links = credit_views(out, comparison), reports_of_runs(out, comparison)
-    name = out.resolve().name
-    told = warnings_of_runs(out, comparison)
-    write_text(out / "compare.html", page(name, comparison, missing, views, links, told, benchmark))
-    for link in links.values():  # reports older than the comparison lack its link
-        if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
-            write_report((out / link).parent)
+    write_text(out / "compare.html", page(out, comparison, missing, benchmark))
+    for folder in _list_runs(out, comparison).values():
+        report = folder / "report.html"
+        # Reports older than the comparison lack its link.
+        if report.is_file() and COMPARISON_LINK not in report.read_text(encoding="utf-8"):
+            write_report(folder)
 
 
-def reports_of_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], str]:
-    """Return the links from the comparison's page to the runs' reports, by method and seed."""
-    runs = [(row.method.name, run.seed) for row in comparison.rows for run in row.method.runs]
-    links = {(name, seed): f"{name}/seed{seed}/report.html" for name, seed in runs}
-    return {run: link for run, link in links.items() if (out / link).is_file()}
-
-
-def warnings_of_runs(out: Path, comparison: Comparison) -> list[str]:
-    """Return the warnings of the runs, each with its method and seed."""
-    return [
-        f"{row.method.name} seed {run.seed}: {text}"
-        for row in comparison.rows
-        for run in row.method.runs
-        for text in (
-            read_json(out / row.method.name / f"seed{run.seed}" / "summary.json").get("warnings")
-            or {}
-        ).values()
-    ]
+def _list_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], Path]:
+    """Return the run directories by method and seed."""
+    methods = [row.method for row in comparison.rows]
+    return {
+        (method.name, run.seed): out / method.name / f"seed{run.seed}"
+        for method in methods
+        for run in method.runs
+    }
 
 
 def page(
-    name: str,
+    out: Path,
     comparison: Comparison,
     missing: Sequence[str] = (),
-    views: Sequence[tuple[str, CreditView]] = (),
-    links: Mapping[tuple[str, int], str] | None = None,
-    warnings: Sequence[str] = (),
     benchmark: Benchmarks | None = None,
 ) -> str:
-    """Render the self-contained page.
-
-    `views` are methods with the credit of their steps, `links` the addresses of reports,
-    `warnings` the warnings of runs about their samples, and `benchmark` results of benchmarks.
-    """
+    """Render the self-contained page, with links to the reports of the runs in `out`."""
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
-    won = {axis: leads(comparison, axis) for axis in compared}
+    runs = _list_runs(out, comparison)
+    warnings = {run: read_json(at / "summary.json").get("warnings") for run, at in runs.items()}
     formats = {"score": score, "spread": with_std, "interval": with_interval}
     return render(
         "comparison.html.j2",
         formats | {"count": count, "words": words},
-        name=name,
+        name=out.resolve().name,
         comparison=comparison,
         rows=comparison.rows,
         axes=[axis for axis in AXES if axis != "gpu_hours" or axis in compared],
         compared=compared,
-        won=won,
-        baseline=comparison.rows[0].method.name,
-        baseline_final=comparison.rows[0].final.mean,
+        won={axis: leads(comparison, axis) for axis in compared},
         verdict=verdict(comparison),
         caution=caution(comparison),
         missing=missing,
-        warnings=warnings,
+        warnings=[
+            f"{name} seed {seed}: {text}"
+            for (name, seed), told in warnings.items()
+            for text in (told or {}).values()
+        ],
         benchmarks=benchmark or {},
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
         charts=list_charts(comparison),
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
         reached=reached,
-        each_seed=each_seed,
-        credit_views=views,
-        links=links or {},
-        seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
+        credit_views=credit_views(out, comparison),
+        links={
+            run: f"{at.parent.name}/{at.name}/report.html"
+            for run, at in runs.items()
+            if (at / "report.html").is_file()
+        },
+        seeds=sorted({seed for _, seed in runs}),
     )
 
 
@@ -172,12 +162,6 @@ def reached(row: MethodRow, axis: Axis) -> str:
     if not math.isfinite(met.cost):
         return "not reached"
     return count(met.cost) + (f" ({met.share:.0%})" if math.isfinite(met.share) else "")
-
-
-def each_seed(row: MethodRow, seeds: Sequence[int]) -> list[str]:
-    """Format the final value of every seed; a dash for a missing run."""
-    found = {run.seed: run.last.value for run in row.method.runs}
-    return [score(found.get(seed, math.nan)) for seed in seeds]
 
 
 def with_std(values: SeedStatistics) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -232,7 +233,7 @@ def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
     # 15 trajectories: .4, .5 and .7, .9, each a half step of 10 from the evaluation before.
     at = (4.30265 + 1.06066) * math.sqrt((0.005 + 0.02) / 2)
     assert result.smallest["trajectories"] == pytest.approx(at)
-    page_of = page("runs", result)
+    page_of = page(Path("runs"), result)
     assert f'<td class="n" data-name="15 trajectories">{at:.3f}</td>' in page_of
     assert f"({result.smallest_final:.3f} after training)" in page_of
 
@@ -249,7 +250,7 @@ def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch
 
 
 def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():
-    content = page("runs", compare("exact_match", [PLAIN, DENSE]))
+    content = page(Path("runs"), compare("exact_match", [PLAIN, DENSE]))
     assert addresses(content) == []
     drawn = charts(content)
     assert [chart["x"] for chart in drawn.values()] == [
@@ -289,7 +290,7 @@ def test_the_reward_is_drawn_against_the_distance_if_every_run_measured_it():
     assert plain.x == pytest.approx((0, 0.1, 0.2))
     assert dense.x == pytest.approx((0, 0.2, 0.6))
     assert dense.y == pytest.approx((0.15, 0.6, 0.8))
-    assert page("x", result).count("pixel distance to base") == 1
+    assert page(Path("x"), result).count("pixel distance to base") == 1
     assert compare("exact_match", [PLAIN, methods[1]], "pixel_distance").distance == ""
     stored = json.loads(json.dumps(asdict(result)))
     again = compare("exact_match", methods_of(stored), stored["distance"])
