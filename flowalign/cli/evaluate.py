@@ -12,7 +12,7 @@ from flowalign.utils.errors import ConfigError, TrainingFailure, convert_value_e
 from flowalign.utils.files import to_json
 
 if TYPE_CHECKING:
-    from flowalign.studies.benchmark.benchmark_job import BenchmarkRun
+    from flowalign.studies.benchmark.benchmark_job import BenchmarkJob
 
 HELP = "Evaluate a run file's model, or a checkpoint of it, on its prompts or on a benchmark."
 _BENCHMARK = ("data", "out", "shard", "rewards", "scores", "num_steps", "count", "limit", "seed")
@@ -103,13 +103,13 @@ def _run_benchmark(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from flowalign.studies.benchmark.benchmark_job import write_report
+    from flowalign.studies.benchmark.results import write_report
     from flowalign.utils.console import say
 
     if args.processes > 1:
         return _run_shards(args)
-    run = _open_benchmark(args)
-    made, out = run.job.run(), run.job.sampler.out
+    job = _open_benchmark(args)
+    made, out = job.run(), job.sampler.out
     if args.shard:
         i, n = args.shard
         say(
@@ -117,30 +117,29 @@ def _run_benchmark(args: argparse.Namespace) -> int:
             "without --shard"
         )
         return 0
-    if run.job.rewards is None and run.scores is None:
+    if job.rewards is None and job.scores is None:
         say(
-            f"{made} new images in {_name_folders(run)}. Score them with: {run.card.scorer}\n"
+            f"{made} new images in {_name_folders(job)}. Score them with: {job.card.scorer}\n"
             "Then repeat the command with --scores FILE"
         )
         return 0
-    Console().print(Markdown(write_report(run)))
+    Console().print(Markdown(write_report(job)))
     say(f"results.json, results.md, results.tex and results.html: {out}")
     return 0
 
 
-def _open_benchmark(args: argparse.Namespace) -> "BenchmarkRun":
+def _open_benchmark(args: argparse.Namespace) -> "BenchmarkJob":
     from flowalign.studies.benchmark.open_benchmark import BenchmarkOptions, open_benchmark
 
     given = {name: getattr(args, name) for name in ("benchmark", "weights", *_BENCHMARK)}
     return open_benchmark(BenchmarkOptions(**given), *read_settings(args))
 
 
-def _name_folders(run: "BenchmarkRun") -> str:
+def _name_folders(job: "BenchmarkJob") -> str:
     """Return the folders that the official tool reads, with the names that it expects."""
     from flowalign.studies.benchmark.external import link_clips
 
-    job = run.job
-    if run.card.output != "vbench":
+    if job.card.output != "vbench":
         return f"{job.sampler.out}/<model>/media"
     places = [place for block in job.blocks for place in block]
     folders = [link_clips(job.folder(m), places, job.sampler.requests) for m in job.models]
@@ -155,9 +154,9 @@ def _run_shards(args: argparse.Namespace) -> int:
 
     if args.shard:
         raise ValueError("--shard and --processes exclude each other: give one of them")
-    run, count = _open_benchmark(args), args.processes
-    check_fits(count, run.job.sampler.run.device)
-    jobs = shard_jobs(args.words, count, run.job.sampler.out / "logs")
+    sampler, count = _open_benchmark(args).sampler, args.processes
+    check_fits(count, sampler.run.device)
+    jobs = shard_jobs(args.words, count, sampler.out / "logs")
     if failed := run_all(jobs, count, say):
         raise TrainingFailure(f"{len(failed)} of {count} shards failed, see {failed[0].log}")
     args.processes = 1

@@ -9,7 +9,7 @@ way; weights of 1 give the reported number.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,12 @@ from flowalign.functional.degradation import student_quantile
 
 _ENTRIES = 2_000_000
 """Largest size of the matrix (resamples x rows) that is computed at once."""
+
+
+def number_values(values: Sequence[Hashable]) -> Int[Tensor, "n"]:
+    """Return values as numbers 0, 1, ... in the order in which they first appear."""
+    number = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return torch.tensor([number[value] for value in values], dtype=torch.long)
 
 
 def bootstrap(

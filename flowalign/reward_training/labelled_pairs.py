@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.agreement import list_pairs
+from flowalign.functional.resampling import number_values
 from flowalign.types import Fit, Fittable, RewardModel
 from flowalign.utils.files import read_objects
 from flowalign.utils.imports import import_optional
@@ -93,8 +94,8 @@ def read_scores(path: Path) -> ScoredTable:
         for p, s, r in zip(prompts, sources, columns["record"], strict=True)
     ]
     return ScoredTable(
-        record=_number_values(columns["record"]),
-        prompt=_number_values(owners),
+        record=number_values(columns["record"]),
+        prompt=number_values(owners),
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
         humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in labels},
         fingerprints=sorted({str(f) for f in columns.get("fingerprint", ()) if f}),
@@ -144,12 +145,6 @@ def _read(path: Path) -> Columns:
     rows = [row for _, row in read_objects(path)]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _number_values(values: Sequence[Any]) -> Int[Tensor, "n"]:
-    """Return values as numbers 0, 1, ... in the order in which they first appear."""
-    number = {value: i for i, value in enumerate(dict.fromkeys(values))}
-    return torch.tensor([number[value] for value in values], dtype=torch.long)
 
 
 def _numbers(

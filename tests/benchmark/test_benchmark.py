@@ -153,7 +153,7 @@ def test_wrong_prompt_files_are_refused_before_anything_is_made(folder, capsys):
         capsys, "prompts.txt", "\n".join([*PROMPTS[:4], "red"])
     )
     write_card(sha256="0123abcd")
-    assert "the card says 0123abcd..." in refused(capsys, "--data", "data.jsonl")
+    assert "Redness & co has the SHA-256 0123abcd..." in refused(capsys, "--data", "data.jsonl")
     assert not Path("runs").exists()
 
 

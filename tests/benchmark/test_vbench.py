@@ -83,7 +83,7 @@ def change(name, value=None, clip=None):
         (change("scene", lambda found: [found[0], found[1][:1]]), "no result of 1 of 2 clips"),
         (change("scene", lambda found: [0.9, found[1]]), "score is 0.9, but the mean over 2 clips"),
         (change("scene", clip={"video_path": "b-0.mp4"}), "'b-0.mp4' is no clip of this dimension"),
-        (change("scene", clip={"video_results": None}), "is None, not a number"),
+        (change("scene", clip={"video_results": None}), "is None; it must be a finite"),
         (change("scene", clip={"video_path": "a clip of scene-1.mp4"}), "has two results"),
     ],
 )

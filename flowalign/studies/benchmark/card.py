@@ -169,6 +169,11 @@ class Card:
         """Return all dimensions that the metrics read, in order."""
         return list(dict.fromkeys(dim for metric in self.metrics for dim in metric.dims))
 
+    @property
+    def columns(self) -> list[str]:
+        """Return all columns with the groups of items, in order."""
+        return list(dict.fromkeys(metric.group for metric in self.metrics if metric.group))
+
 
 def list_cards() -> dict[str, Path]:
     """Return the cards of the package by name."""

@@ -43,7 +43,7 @@ def read_scores(
                 f"{where}: row {place.row}, copy {place.copy} is no image of this benchmark, which "
                 f"has {len(places)} images, from {tuple(places[0])} to {tuple(places[-1])}"
             )
-        scores = {dim: _read_number(row, dim, where) for dim in card.dims}
+        scores = {dim: _require_number(row.get(dim), f"{where}: {dim}") for dim in card.dims}
         groups = {column: _read_group(row, column, where) for column in columns}
         key = (*place, *groups.values())
         number = sum(1 for earlier in found[name] if earlier[: len(key)] == key)
@@ -82,10 +82,9 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(read_objects(path))
 
 
-def _read_number(row: Mapping[str, Any], dim: str, where: str) -> float:
-    value = row.get(dim)
+def _require_number(value: Any, name: str) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where}: {dim} is {value!r}; it must be a finite number")
+        raise ValueError(f"{name} is {value!r}; it must be a finite number")
     return float(value)
 
 
@@ -109,12 +108,14 @@ def link_clips(folder: ModelFolder, places: Sequence[Place], requests: Sequence[
     official = folder.folder / "official"
     official.mkdir(exist_ok=True)
     for place in places:
-        source = folder.media(place)
-        name = f"{requests[place.row].prompt[:LONGEST]}-{place.copy}{source.suffix}"
-        target = official / name.replace("/", " ")
+        target = official / f"{_name_clip(place, requests)}{folder.suffix}"
         if not target.exists():
-            os.link(source, target)
+            os.link(folder.media(place), target)
     return official
+
+
+def _name_clip(place: Place, requests: Sequence[Request]) -> str:
+    return f"{requests[place.row].prompt[:LONGEST]}-{place.copy}".replace("/", " ")
 
 
 def read_results(
@@ -138,7 +139,7 @@ def read_results(
             f"this order: {', '.join(models)}"
         )
     groups = {name: group for metric in card.metrics for name, group in metric.groups.items()}
-    found = [
+    return [
         [
             item
             for name, group in groups.items()
@@ -146,7 +147,6 @@ def read_results(
         ]
         for path, results in ((path, _read_files(Path(path))) for path in paths)
     ]
-    return found
 
 
 def _read_files(path: Path) -> dict[str, Any]:
@@ -181,6 +181,7 @@ def _read_dimension(
     reported, clips = _split(results[name], where)
     expected = _find_places(name, group, places, requests)
     scores = _locate(clips, expected, requests, where)
+    left_out = NOT_SCORED if group.skips else None
     missing = [place for place in expected if place not in scores]
     if missing and not group.skips:
         raise ValueError(
@@ -188,7 +189,7 @@ def _read_dimension(
             f"{missing[0].row}, copy {missing[0].copy}.\n"
             "A benchmark is never averaged over the other clips"
         )
-    known = [v for v in scores.values() if not (group.skips and v == NOT_SCORED)]
+    known = [value for value in scores.values() if value != left_out]
     mean = sum(known) / len(known) if known else math.nan
     percent = abs(mean / 100 - reported) <= _TOLERANCE < abs(mean - reported)
     if not percent and not abs(mean - reported) <= _TOLERANCE:
@@ -197,30 +198,19 @@ def _read_dimension(
             f"{mean:g}.\nUse the version of the toolkit that the card names"
         )
     unit = 0.01 if percent else 1.0  # imaging_quality scores clips from 0 to 100
-    values = {place: scores.get(place, NOT_SCORED) for place in expected}
-    return [
-        BenchmarkItem(
-            *place, {"score": math.nan if _is_left_out(v, group) else unit * v}, "", groups
-        )
-        for groups in [{"dimension": name}]
-        for place, v in values.items()
-    ]
-
-
-def _is_left_out(value: float, group: Group) -> bool:
-    return group.skips and value == NOT_SCORED
+    items = []
+    for place in expected:
+        value = scores.get(place, NOT_SCORED)
+        score = math.nan if value == left_out else unit * value
+        items.append(BenchmarkItem(*place, {"score": score}, groups={"dimension": name}))
+    return items
 
 
 def _split(result: Any, where: str) -> tuple[float, list[Mapping[str, Any]]]:
     """Return the score of a dimension and the results of its clips."""
-    if (
-        isinstance(result, list)
-        and len(result) == 2
-        and isinstance(result[0], int | float)
-        and isinstance(result[1], list)
-        and all(isinstance(clip, dict) for clip in result[1])
-    ):
-        return float(result[0]), result[1]
+    match result:
+        case [int() | float() as score, list() as clips] if all(isinstance(c, dict) for c in clips):
+            return float(score), clips
     raise ValueError(f"{where}: expected [score, results of the clips]")
 
 
@@ -228,12 +218,9 @@ def _find_places(
     name: str, group: Group, places: Sequence[Place], requests: Sequence[Request]
 ) -> list[Place]:
     """Return the clips of a dimension: those whose row of the prompt file names it."""
-    rows = {
-        row
-        for row, request in enumerate(requests)
-        if name.lower() in {str(d).lower() for d in request.metadata.get("dimension", ())}
-    }
-    return [p for p in places if p.row in rows and not (group.per_prompt and p.copy)]
+    named = [{str(d).lower() for d in r.metadata.get("dimension", ())} for r in requests]
+    copies = [place for place in places if not (group.per_prompt and place.copy)]
+    return [place for place in copies if name.lower() in named[place.row]]
 
 
 def _locate(
@@ -243,19 +230,15 @@ def _locate(
     where: str,
 ) -> dict[Place, float]:
     """Return the result of each clip, found by the name of its file."""
-    names = {
-        f"{requests[place.row].prompt[:LONGEST].replace('/', ' ')}-{place.copy}": place
-        for place in reversed(expected)
-    }
+    names = {_name_clip(place, requests): place for place in reversed(expected)}
     scores: dict[Place, float] = {}
     for clip in clips:
-        path, value = clip.get("video_path"), clip.get("video_results")
+        path = clip.get("video_path")
         place = names.get(Path(str(path)).stem)
         if place is None:
             raise ValueError(f"{where}: {path!r} is no clip of this dimension")
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{where}: video_results of {path!r} is {value!r}, not a number")
         if place in scores:
             raise ValueError(f"{where}: {path!r} has two results")
-        scores[place] = float(value)
+        result = clip.get("video_results")
+        scores[place] = _require_number(result, f"{where}: video_results of {path!r}")
     return scores

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flowalign.data.requests import read_requests
 from flowalign.studies.benchmark.card import Card, PromptSource
@@ -38,32 +38,20 @@ def read_prompts(card: Card, data: str | None) -> list[Request]:
             f"{source.file} (licence: {source.licence})"
         )
     paths = [data] if data is not None else source.bundled
-    requests = [request for path in paths for request in _read(Path(bundled(path)), path, source)]
-    given = data or ", ".join(source.bundled)
-    _check_checksum([Path(bundled(path)) for path in paths], source, given)
+    requests = [request for path in paths for request in _read(path, source)]
+    checksum = hash_files([Path(bundled(path)) for path in paths])[: len(source.sha256 or "")]
     for what, expected, found in (
-        ("rows", source.rows, len(requests)),
-        ("distinct prompts", source.distinct, len({r.input_digest for r in requests})),
+        ("{} rows", source.rows, len(requests)),
+        ("{} distinct prompts", source.distinct, len({r.input_digest for r in requests})),
+        ("the SHA-256 {}...", source.sha256, checksum),
     ):
         if expected not in (None, found):
             raise ValueError(
-                f"{given} has {found} {what}; {card.title} has {expected}: {source.file}.\n"
+                f"{', '.join(paths)} has {what.format(found)}; {card.title} has "
+                f"{what.format(expected)}: {source.file}.\n"
                 "For another set of prompts, change a copy of the card: --benchmark my_card.yaml"
             )
     return requests
-
-
-def _check_checksum(paths: Sequence[Path], source: PromptSource, given: str) -> None:
-    """Raise ValueError unless the SHA-256 of the files begins as the card says."""
-    if source.sha256 is None:
-        return
-    found = hash_files(paths)
-    if not found.startswith(source.sha256):
-        raise ValueError(
-            f"{given} has the SHA-256 {found[:16]}..., the card says {source.sha256}...:\n"
-            f"it differs from {source.file}.\n"
-            "For another set of prompts, change a copy of the card: --benchmark my_card.yaml"
-        )
 
 
 def hash_files(paths: Sequence[Path]) -> str:
@@ -75,7 +63,8 @@ def hash_files(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, name: str, source: PromptSource) -> list[Request]:
+def _read(name: str, source: PromptSource) -> list[Request]:
+    path = Path(bundled(name))
     if path.is_dir():
         files = _text_files(path)
         return [Request(f.read_text("utf-8").strip(), metadata={"file": f.name}) for f in files]
@@ -197,38 +186,25 @@ def collect(
         ValueError: Items are missing or have no score. A mean over the others would be wrong.
     """
     found = [model.read(number) for number in range(len(blocks))]
+    total = sum(map(len, blocks))
     lost = [
         place for block, items in zip(blocks, found, strict=True) if not items for place in block
     ]
-    total = sum(map(len, blocks))
     if lost:
         raise ValueError(
             f"{len(lost)} of {total} images of {name} are missing, the first is row {lost[0].row}, "
             f"copy {lost[0].copy};\nrun the remaining shards, or repeat the command without --shard"
         )
     items = [item for block in found for item in block or ()]
-    gone = [item for item in items if not model.media(item.place).is_file()]
-    if gone:
+    if gone := [item for item in items if not model.media(item.place).is_file()]:
         raise ValueError(
             f"{len(gone)} of {total} images of {name} were removed, the first is "
             f"{model.media(gone[0].place)};\nrepeat the command without --shard to make them again"
         )
-    check_scores(items, dims, name)
-    return items
-
-
-def check_scores(items: Sequence[BenchmarkItem], dims: Sequence[str], name: str) -> None:
-    """Raise ValueError if items have no score."""
-    failed = [item for item in items if item.failed(dims)]
-    if failed:
+    if failed := [item for item in items if item.failed(dims)]:
         raise ValueError(
-            f"{len(failed)} of {len(items)} images of {name} have no score, the first is row "
+            f"{len(failed)} of {total} images of {name} have no score, the first is row "
             f"{failed[0].row}, copy {failed[0].copy}: {failed[0].reason or 'not finite'}.\n"
-            "A benchmark is never averaged over the other images. Repeat the command to score "
-            "them again."
+            "A benchmark is never averaged over the other images: repeat the command to score them."
         )
-
-
-def summarise(settings: dict[str, Any]) -> str:
-    """Return settings as text with a fixed order, for a hash."""
-    return json.dumps(settings, sort_keys=True)
+    return items

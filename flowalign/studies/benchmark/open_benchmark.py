@@ -1,8 +1,9 @@
 """Open a benchmark: its card, prompts, models and scorers, before anything is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,11 +17,10 @@ from flowalign.studies.benchmark.benchmark_job import (
     BASE,
     BenchmarkJob,
     BenchmarkModel,
-    BenchmarkRun,
+    Deviation,
 )
 from flowalign.studies.benchmark.card import Card, load_card
 from flowalign.studies.benchmark.items import read_prompts
-from flowalign.studies.benchmark.results import Used
 from flowalign.types import Request
 from flowalign.utils.folders import check_folder_path
 
@@ -55,7 +55,7 @@ class BenchmarkOptions:
 
 def open_benchmark(
     options: BenchmarkOptions, files: Sequence[str], overrides: Sequence[str]
-) -> BenchmarkRun:
+) -> BenchmarkJob:
     """Read card, prompts and run files; raise ValueError before anything is loaded."""
     card = load_card(options.benchmark)
     requests = read_prompts(card, options.data)
@@ -76,18 +76,52 @@ def open_benchmark(
         "micro_batch": sampler.micro_batch,
         "rewards": rewards_text,
     }
-    models = _read_models(options.weights or ())
-    job = BenchmarkJob(sampler, rewards, card.dims, models, settings, options.shard or (0, 1))
-    used = Used(
-        policy=resolved["policy"].get("init_args", {}),
-        num_steps=sampler.num_steps,
-        copies=sampler.count,
-        seed=sampler.seed,
-        rows=len(sampler.requests),
-        total_rows=len(requests),
-        scorer=options.rewards or (options.scores[0] if options.scores and card.rewards else ""),
+    scorer = options.rewards or (options.scores[0] if options.scores and card.rewards else "")
+    init_args = resolved["policy"].get("init_args", {})
+    deviations, left_open = _find_deviations(card, sampler, init_args, len(requests), scorer)
+    return BenchmarkJob(
+        card=card,
+        sampler=sampler,
+        rewards=rewards,
+        models=_read_models(options.weights or ()),
+        settings=settings,
+        deviations=deviations,
+        left_open=left_open,
+        shard=options.shard or (0, 1),
+        scores=options.scores,
     )
-    return BenchmarkRun(settings["benchmark"], card, job, used, options.scores)
+
+
+def _find_deviations(
+    card: Card, sampler: SamplingJob, policy: Mapping[str, Any], rows: int, scorer: str
+) -> tuple[list[Deviation], list[Deviation]]:
+    """Return the settings that differ from the card, and those that it leaves open.
+
+    `policy` holds the settings of the policy, `rows` is the number of rows of the prompt file, and
+    `scorer` that of `--rewards` or `--scores`, empty for the card's.
+    """
+    protocol, size = card.protocol, policy.get("video") or policy
+    guidance = policy.get("embedded_guidance") or policy.get("guidance")
+    differing, left_open = [], []
+    for name, fixed, here in (
+        ("images per row", protocol.images_per_prompt, sampler.count),
+        ("denoising steps", protocol.num_steps, sampler.num_steps),
+        ("guidance", protocol.guidance, guidance),
+        ("height", protocol.height, size.get("height")),
+        ("width", protocol.width, size.get("width")),
+        ("seed", protocol.seed, sampler.seed),
+        ("rows", rows, len(sampler.requests)),
+    ):
+        shown = "not set" if here is None else f"{here:g}"
+        if fixed is None:
+            left_open.append(Deviation(name, "not fixed", shown))
+        elif fixed != here:
+            differing.append(Deviation(name, f"{fixed:g}", shown))
+    if scorer or card.differences:
+        differing.append(Deviation("scorer", card.scorer, scorer or card.differences))
+    if card.prompts.sha256 is None and not card.prompts.bundled:
+        left_open.append(Deviation("checksum of the prompt file", "not known", "not checked"))
+    return differing, left_open
 
 
 def _build_sampler(

@@ -15,6 +15,7 @@ from flowalign.functional.resampling import (
     group_means,
     mean,
     min_max,
+    number_values,
     round_cents,
     spread,
 )
@@ -145,7 +146,8 @@ def aggregate(
         columns = [table.scores[dim] for dim in metric.dims]
         return metric.scale * torch.stack([spread(column, weight) for column in columns]).sum(0)
     assert metric.group is not None
-    names, index = number_groups(table.groups[metric.group])
+    groups = table.groups[metric.group]
+    names, index = list(dict.fromkeys(groups)), number_values(groups)
     means = group_means(x, index, weight)
     if metric.over == "rounded_groups":
         means = round_cents(means)
@@ -171,13 +173,6 @@ def join_dimensions(metric: Metric, table: Table) -> Float[Tensor, "n"]:
     return round_cents(joined) if metric.join == "rounded_mean" else joined
 
 
-def number_groups(names: Sequence[str]) -> tuple[list[str], Int[Tensor, "n"]]:
-    """Return the distinct groups in order of appearance, and the index of each item's group."""
-    distinct = list(dict.fromkeys(names))
-    place = {name: i for i, name in enumerate(distinct)}
-    return distinct, torch.tensor([place[name] for name in names])
-
-
 def find_strata(metric: Metric, table: Table) -> Int[Tensor, "n"]:
     """Return the groups of a metric if every prompt lies in one of them, else one stratum for all.
 
@@ -186,6 +181,6 @@ def find_strata(metric: Metric, table: Table) -> Int[Tensor, "n"]:
     whole = torch.zeros_like(table.cluster)
     if metric.group is None:
         return whole
-    _, index = number_groups(table.groups[metric.group])
+    index = number_values(table.groups[metric.group])
     pairs = torch.stack([table.cluster, index], 1).unique(dim=0)
     return index if len(pairs) == len(table.cluster.unique()) else whole
