@@ -65,40 +65,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table for each setting and their comparison, and return 0."""
-    from flowalign.studies.probe.figures import (
-        ProbeAnalysis,
-        comparison,
-        recommend,
-        recommend_weights,
-        write_page,
-    )
+    from flowalign.studies.probe import figures
     from flowalign.studies.probe.measure import probes
     from flowalign.studies.probe.overlay import write_overlay
 
-    if args.credit and (args.out or args.overlay or args.metric != "gradient"):
-        raise ValueError("--credit prints one table: leave out --out, --overlay and --metric")
-    _check_outputs(args)
+    _check_options(args)
     found = _build_settings(args)
     _start_others(args, found)
     if args.credit:
         return _show_credit(found, args.credit)
-    judged: list[ProbeAnalysis] = []
+    judged: list[figures.ProbeAnalysis] = []
     for setting, measured in probes(found, args.batches, get_log()):
         if measured is None:
             continue  # not the main process
-        judged.append(ProbeAnalysis(setting, measured, args.metric))
+        judged.append(figures.ProbeAnalysis(setting, measured, args.metric))
         table(setting.name, format_setting(judged[-1]))
         if args.out:
-            write_page(Path(args.out), comparison(judged))
+            figures.write_page(Path(args.out), figures.comparison(judged))
     if len(judged) > 1:
-        table(
-            "signal to noise per 1000 evaluations, best weights", format_ranks(comparison(judged))
-        )
+        ranks = format_ranks(figures.comparison(judged))
+        table("signal to noise per 1000 evaluations, best weights", ranks)
     if judged and args.overlay:
-        best = recommend(judged)
-        configs, _ = read_settings(args)
-        write_overlay(Path(args.overlay), configs, best.setting, recommend_weights(best))
+        best, (configs, _) = figures.recommend(judged), read_settings(args)
+        weights = figures.recommend_weights(best)
+        write_overlay(Path(args.overlay), configs, best.setting, weights)
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.credit and (args.out or args.overlay or args.metric != "gradient"):
+        raise ValueError("--credit prints one table: leave out --out, --overlay and --metric")
+    if args.out:
+        check_folder_path(Path(args.out))
+    if args.overlay:
+        check_file_path(Path(args.overlay), overwrite=True, option="--overlay")
 
 
 def _start_others(args: argparse.Namespace, found: "list[Setting]") -> None:
@@ -128,7 +128,8 @@ def format_credit(found: "OutcomeVariance") -> dict[str, str]:
     def by_dim(values: Sequence[float]) -> str:
         return ", ".join(f"{d} {v:.3g}" for d, v in zip(found.dims, values, strict=True))
 
-    shown, (outcome, costs) = {"samples of a prompt": by_dim(found.prompt.tolist())}, found.costs
+    outcome, costs = found.costs
+    shown = {"samples of a prompt": by_dim(found.prompt.tolist())}
     rows = zip(found.steps, found.siblings.tolist(), found.gain, costs, strict=True)
     for step, row, gain, cost in rows:
         shown[f"siblings of step {step}"] = (
@@ -151,31 +152,19 @@ def format_credit(found: "OutcomeVariance") -> dict[str, str]:
     return shown
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    if args.out:
-        check_folder_path(Path(args.out))
-    if args.overlay:
-        check_file_path(Path(args.overlay), overwrite=True, option="--overlay")
-
-
 def _build_settings(args: argparse.Namespace) -> "list[Setting]":
     """Return the settings to compare, checked without reading weights."""
-    from flowalign.studies.probe.probe_settings import (
-        check_metric,
-        checkpoints,
-        layouts,
-        methods,
-        saved_weights,
-        settings,
-        vary,
-    )
+    from flowalign.studies.probe import probe_settings as axis
 
     configs, overrides = read_settings(args)
-    weights = saved_weights(args.weights) if args.weights else checkpoints(args.checkpoint)
-    axes = [methods(args.methods), *(vary(text) for text in args.vary), layouts(args.layouts)]
-    found = settings(configs, overrides, weights, axes, args.processes)
+    weights = axis.checkpoints(args.checkpoint)
+    if args.weights:
+        weights = axis.saved_weights(args.weights)
+    varied = [axis.vary(text) for text in args.vary]
+    axes = [axis.methods(args.methods), *varied, axis.layouts(args.layouts)]
+    found = axis.settings(configs, overrides, weights, axes, args.processes)
     if args.metric == "update":
-        check_metric(found, args.batches)
+        axis.check_metric(found, args.batches)
     return found
 
 

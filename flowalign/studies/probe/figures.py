@@ -110,10 +110,8 @@ class ProbeAnalysis:
 
     def step_weight(self, weights: Float[Tensor, "K"]) -> list[float]:
         """Return weights of all denoising steps, in the format of `recipe.step_weight`."""
-        found = [0.0] * self.probe.num_steps
-        for step, weight in zip(self.probe.steps, weights.tolist(), strict=True):
-            found[step] = round(weight, 4)
-        return found
+        known = dict(zip(self.probe.steps, weights.tolist(), strict=True))
+        return [round(known.get(step, 0.0), 4) for step in range(self.probe.num_steps)]
 
     def steps(self) -> list[dict[str, Any]]:
         """Return signal, noise and weights of each step, with standard errors."""
@@ -128,10 +126,9 @@ class ProbeAnalysis:
             "weight": self.probe.own,
             "best_weight": self.weights,
         }
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         return [
-            {"step": step} | dict(zip(columns, row, strict=True))
-            for step, row in zip(self.probe.steps, rows, strict=True)
+            {"step": step} | {name: float(column[i]) for name, column in columns.items()}
+            for i, step in enumerate(self.probe.steps)
         ]
 
     def figures(self) -> dict[str, Any]:
@@ -142,7 +139,7 @@ class ProbeAnalysis:
         """
         equal = self.of(torch.ones_like(self.probe.own))
         rows = {"equal weights": equal, "run file's weights": self.own, "best weights": self.best}
-        cost = costs(self.probe)
+        cost = self.probe.batch_costs
         return {
             "steps": self.steps(),
             "step_weight": self.step_weight(self.weights),
@@ -154,13 +151,6 @@ class ProbeAnalysis:
         }
 
 
-def costs(probe: Probe) -> dict[str, float]:
-    """Return the costs of a batch of a setting."""
-    counts = {name: float(getattr(probe.costs, name)) for name in UNITS if name != "seconds"}
-    every = counts | {"seconds": probe.seconds}
-    return {name: total / probe.batches for name, total in every.items()}
-
-
 def summary(setting: Setting, probe: Probe) -> dict[str, Any]:
     """Return all results of one setting: both metrics, gradient clipping, and costs."""
     limit = setting.loaded.run.optimizer.max_grad_norm
@@ -168,7 +158,7 @@ def summary(setting: Setting, probe: Probe) -> dict[str, Any]:
         "name": setting.name,
         "batches": probe.batches,
         "projected": probe.is_projected,
-        "a_batch": costs(probe),
+        "a_batch": probe.batch_costs,
         "gradient": ProbeAnalysis(setting, probe, "gradient").figures(),
         "update": probe.update and ProbeAnalysis(setting, probe, "update").figures(),
         "clip": {

@@ -66,6 +66,17 @@ class Probe:
         """Return the number of batches."""
         return len(self.norms)
 
+    @property
+    def batch_costs(self) -> dict[str, float]:
+        """Return the mean costs of a batch by name, with its time in seconds."""
+        totals = {
+            "network_evaluations": self.costs.network_evaluations,
+            "reward_calls": self.costs.reward_calls,
+            "decodes": self.costs.decodes,
+            "seconds": self.seconds,
+        }
+        return {name: total / self.batches for name, total in totals.items()}
+
 
 def probes(
     settings: Sequence[Setting], batches: int, log: Callable[[str], None] = lambda _: None
@@ -77,7 +88,10 @@ def probes(
     Raises:
         ValueError: There are too few batches, or the weights belong to another model.
     """
-    check_batches(batches)
+    if batches < FEWEST:
+        raise ValueError(
+            f"batches is {batches}; signal, noise and their errors need at least {FEWEST}"
+        )
     shared, parts = None, None
     for setting in settings:
         log(f"probing {setting.name}")
@@ -86,14 +100,6 @@ def probes(
             shared, parts = _get_shared(setting), open_setting(setting)
         moments = setting.weights.moments if setting.weights else None
         yield setting, probe(setting.loaded.run, parts, batches, moments, log)
-
-
-def check_batches(batches: int) -> None:
-    """Raise ValueError if there are too few batches."""
-    if batches < FEWEST:
-        raise ValueError(
-            f"batches is {batches}; signal, noise and their errors need at least {FEWEST}"
-        )
 
 
 def probe(

@@ -49,19 +49,12 @@ def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     """Return the overlay that turns `base` into `wanted`; most components are replaced whole."""
     found: dict[str, Any] = {}
     for key, value in wanted.items():
-        before: Any = base.get(key)
+        before = base.get(key)
         if value == before:
             continue
-        if _is_opened(key, value, before):
-            found[key] = difference(before, value)
-        else:
-            found[key] = value
+        found[key] = value
+        if isinstance(value, dict) and isinstance(before, dict) and before:
+            same = value.get("class_path") == before.get("class_path")
+            if same and ("class_path" not in value or key in _DESCENDED):
+                found[key] = difference(before, value)
     return found
-
-
-def _is_opened(key: str, value: object, before: object) -> bool:
-    """Return whether the overlay can change single arguments instead of a whole component."""
-    if not (isinstance(value, dict) and isinstance(before, dict) and before):
-        return False
-    same = value.get("class_path") == before.get("class_path")
-    return same and ("class_path" not in value or key in _DESCENDED)

@@ -100,9 +100,10 @@ def vary(text: str) -> Axis:
             "recipe.sampling.eta=0.5,0.7,1.0"
         )
     last = key.rpartition(".")[2]
+    written = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return [
-        Option(f"{last}={_format_value(value)}", overrides=(_format_override(key, value),))
-        for value in values
+        Option(f"{last}={_format_value(value)}", overrides=(f"--{key}={text}",))
+        for value, text in zip(values, written, strict=True)
     ]
 
 
@@ -240,10 +241,6 @@ def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
         same = remove_place(other.loaded) == remove_place(setting.loaded)
         if same and other.weights == setting.weights:
             raise ConfigError(f"{other.name!r} and {name!r} are the same settings: leave out one")
-
-
-def _format_override(key: str, value: Any) -> str:
-    return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _format_value(value: Any) -> str:
