@@ -156,6 +156,17 @@ def read_vision_language(folder: Path, dtype: torch.dtype) -> Any:
     return network.eval().requires_grad_(False)
 
 
+def require_settings(
+    config: Mapping[str, Any], supported: Mapping[str, Any], source: str | Path
+) -> None:
+    """Raise ValueError if a config has another value; `a.b` is the setting b in its part a."""
+    for name, value in supported.items():
+        part, _, key = name.rpartition(".")
+        found = (config.get(part, {}) if part else config).get(key)
+        if found != value:
+            raise ValueError(f"{name} of {source} is {found!r}; only {value!r} is supported")
+
+
 def to_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert 16-bit floating-point tensors to float32 and leave all others unchanged."""
     half = (torch.float16, torch.bfloat16)

@@ -129,7 +129,7 @@ def read_clips(
     """Read chats of equal length about a video, and return keys, values and head outputs."""
     device = next(network.parameters()).device
     ids = torch.tensor([chat.ids for chat in chats], device=device)
-    grid = torch.tensor([chat.grid for chat in chats], device=device)
+    grid = torch.tensor([chat.grids[0] for chat in chats], device=device)
     positions = _positions(network, ids, grid)
     pixels = torch.cat([chat.patches for chat in chats]).to(device)
     seen = network.backbone(
@@ -174,7 +174,7 @@ def continue_clips(
 def hash_clip(chat: Chat) -> str:
     """Return a digest that is equal for chats about equal clips."""
     content = chat.patches.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{chat.grid} {hashlib.sha256(content.data).hexdigest()}"
+    return f"{chat.grids} {hashlib.sha256(content.data).hexdigest()}"
 
 
 def group_by_size(items: Mapping[K, V], size: Callable[[V], int]) -> list[list[K]]:

@@ -56,10 +56,8 @@ class Chat:
 
     ids: list[int]
     patches: Float[Tensor, "N D"]
-    grid: tuple[int, int, int]
-    """Numbers of frame pairs, patch rows and patch columns."""
-    further: tuple[tuple[int, int, int], ...] = ()
-    """Grids of further images; their patches follow those of the first."""
+    grids: tuple[tuple[int, int, int], ...]
+    """Numbers of frame pairs, patch rows and patch columns of the video or of each image."""
 
 
 class Qwen2VLReward(nn.Module):
@@ -94,7 +92,7 @@ class Qwen2VLReward(nn.Module):
         rows = [torch.tensor(chat.ids) for chat in chats]
         ids = pad_sequence(rows, batch_first=True, padding_value=0).to(device)
         pixels, grid = f"pixel_values{'_videos' * (modality == 'video')}", f"{modality}_grid_thw"
-        grids = [one for chat in chats for one in (chat.grid, *chat.further)]
+        grids = [grid for chat in chats for grid in chat.grids]
         vision = {grid: torch.tensor(grids, device=device)}
         position_ids = self._positions(ids, modality, vision)
         vision[pixels] = torch.cat([chat.patches for chat in chats]).to(device)
@@ -188,25 +186,27 @@ def check_chat(tokenizer: Any, prompt: str, *images: Float[Tensor, "... 3 _ _"])
         fit_size(image.shape[-2], image.shape[-1], 1, 1)  # only for its check of the sides
 
 
-def tokenize_chat(
+def build_chat(
     tokenizer: Any,
     text: str,
     modality: Literal["image", "video"],
-    *num_tokens: int,
+    *media: tuple[Float[Tensor, "_ D"], tuple[int, int, int]],
     system: str = "You are a helpful assistant.",
-) -> list[int]:
-    """Return the token ids of a user turn, images or video before text, up to the answer.
+) -> Chat:
+    """Return a user turn up to the answer: images or a video, cut by `cut_patches`, before text.
 
-    `num_tokens` are the tokens of each image or video, in order. Qwen3-VL has no default system
-    prompt; an empty `system` leaves out its turn.
+    Qwen3-VL has no default system prompt; an empty `system` leaves out its turn.
     """
+    patches, grids = zip(*media, strict=True)
+    seen = "".join(
+        f"<|vision_start|>{f'<|{modality}_pad|>' * count_tokens(grid)}<|vision_end|>"
+        for grid in grids
+    )
     first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    media = "".join(
-        f"<|vision_start|>{f'<|{modality}_pad|>' * num}<|vision_end|>" for num in num_tokens
+    ids = tokenizer.encode(
+        f"{first}<|im_start|>user\n{seen}{text}<|im_end|>\n<|im_start|>assistant\n"
     )
-    return tokenizer.encode(
-        f"{first}<|im_start|>user\n{media}{text}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    return Chat(ids, torch.cat(patches), grids)
 
 
 def fit_size(

@@ -125,12 +125,9 @@ class EditReward(qwen2_vl.QwenReward):
 
     def _chat(self, batch: MediaBatch, i: int, instruction: str) -> qwen2_vl.Chat:
         images = batch.references[i][0][None], batch.media[i]
-        parts = [qwen2_vl.cut_patches(_fit(image.to(self.place).float())) for image in images]
-        patches, grids = [part[0] for part in parts], [part[1] for part in parts]
+        cut = [qwen2_vl.cut_patches(_fit(image.to(self.place).float())) for image in images]
         text, system = instruction.replace("{prompt}", batch.prompts[i]), self.instructions.system
-        counts = [qwen2_vl.count_tokens(grid) for grid in grids]
-        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", *counts, system=system)
-        return qwen2_vl.Chat(ids, torch.cat(patches), grids[0], (grids[1],))
+        return qwen2_vl.build_chat(self.tokenizer, text, "image", *cut, system=system)
 
 
 class _Heads(nn.Module):

@@ -79,11 +79,9 @@ class HPSv3(qwen2_vl.QwenReward):
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
         picture = batch.media[i].to(self.place).float()
         size = qwen2_vl.fit_size(picture.shape[-2], picture.shape[-1], PIXELS, PIXELS)
-        patches, grid = qwen2_vl.cut_patches(resize(picture, size[0], size[1], quantised=True))
+        cut = qwen2_vl.cut_patches(resize(picture, *size, quantised=True))
         text = INSTRUCTION.replace("{prompt}", batch.prompts[i])
-        tokens = qwen2_vl.count_tokens(grid)
-        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", tokens)
-        return qwen2_vl.Chat(ids, patches, grid)
+        return qwen2_vl.build_chat(self.tokenizer, text, "image", cut)
 
 
 def preference_head(width: int) -> nn.Module:
@@ -212,11 +210,9 @@ class HPSv3PlusPlus(qwen2_vl.QwenReward):
 
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:
         picture = batch.media[i].to(self.place).float()
-        patches, grid = qwen2_vl.cut_patches(resize_twice(picture), PATCH, MEAN, STD)
+        cut = qwen2_vl.cut_patches(resize_twice(picture), PATCH, MEAN, STD)
         text = PLUS_PLUS_INSTRUCTION.replace("{prompt}", batch.prompts[i])
-        tokens = qwen2_vl.count_tokens(grid)
-        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "image", tokens, system="")
-        return qwen2_vl.Chat(ids, patches, grid)
+        return qwen2_vl.build_chat(self.tokenizer, text, "image", cut, system="")
 
 
 def resize_twice(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:

@@ -24,12 +24,11 @@ from reward_models.backbones.checkpoints import (
     load_exactly,
     on_meta_device,
     rename_tensors,
+    require_settings,
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.qwen2_vl import Dtype, check_chat
-from reward_models.preference import mj_video
 from reward_models.preference.internlm2_tokenizer import convert_tokenizer
-from reward_models.preference.mj_video import Reader, Reading
 
 SYSTEM = (
     (Path(__file__).parents[1] / "instructions" / "internvl2.txt")
@@ -37,6 +36,10 @@ SYSTEM = (
     .strip()
 )
 """System prompt that the model was trained with; part of its interface."""
+TURN = (92542, 92543, 525, 11353, 364)
+"""InternLM2's tokens for the end of the user's turn, `_END`, with which every text ends."""
+SIDE = 448
+"""Height and width of an image in pixels."""
 _END = "<|im_end|><|im_start|>assistant\n"
 _IMAGE = "<IMG_CONTEXT>"
 _NAMES = (
@@ -63,7 +66,15 @@ _NAMES = (
     (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
 )
 """Maps names of the release to names in transformers' InternVLModel."""
-_SUPPORTED = {"select_layer": -1, "ps_version": "v2", "template": "internlm2-chat"}
+_SUPPORTED = {
+    "model_type": "internvl_chat",
+    "select_layer": -1,
+    "ps_version": "v2",
+    "template": "internlm2-chat",
+    "llm_config.architectures": ["InternLM2ForCausalLM"],
+    "llm_config.bias": False,
+    "vision_config.qk_normalization": False,
+}
 
 
 def split_qkv(packed: Float[Tensor, "O *rest"]) -> dict[str, Tensor]:
@@ -108,30 +119,12 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
     Raises:
         ValueError: The native classes do not support a setting. The message names it.
     """
-    if (kind := released.get("model_type")) != "internvl_chat":
-        raise ValueError(f"{source} is of type {kind!r}, not internvl_chat")
-    vision, text = dict(released["vision_config"]), dict(released["llm_config"])
-    side = released.get("force_image_size") or vision["image_size"]
-    given = {
-        **{name: released.get(name) for name in _SUPPORTED},
-        "llm_config.architectures": text.get("architectures"),
-        "llm_config.bias": text.get("bias"),
-        "vision_config.qk_normalization": vision.get("qk_normalization"),
-        "image size": side,
-    }
-    wanted = {
-        **_SUPPORTED,
-        "llm_config.architectures": ["InternLM2ForCausalLM"],
-        "llm_config.bias": False,
-        "vision_config.qk_normalization": False,
-        "image size": mj_video.SIDE,
-    }
-    if wrong := {name: value for name, value in given.items() if value != wanted[name]}:
-        name, value = next(iter(wrong.items()))
-        raise ValueError(f"{name} of {source} is {value!r}; only {wanted[name]!r} is supported")
+    side = released.get("force_image_size") or released["vision_config"]["image_size"]
+    supported = {**_SUPPORTED, "force_image_size": SIDE}
+    require_settings({**released, "force_image_size": side}, supported, source)
     return transformers.InternVLConfig(
-        vision_config=_vision(vision, side),
-        text_config=_text(text),
+        vision_config=_vision(released["vision_config"], side),
+        text_config=_text(released["llm_config"]),
         image_token_id=image,
         downsample_ratio=released["downsample_ratio"],
         vision_feature_layer=-1,
@@ -139,7 +132,7 @@ def convert_config(released: Mapping[str, Any], source: str | Path, image: int) 
     )
 
 
-class InternVL2(Reader):
+class InternVL2:
     """Reader of videos and prompts with the InternVL2-2B in an MJ-VIDEO checkpoint.
 
     `base` has the config in the released form. `tokenizer` has InternLM2's tokenizer; null takes it
@@ -157,8 +150,8 @@ class InternVL2(Reader):
         self.dtype: Dtype = dtype
         self.name = f"InternVL2 {fingerprint_of(base)} {fingerprint_of(self.source)} {dtype}"
 
-    @override
     def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the network with these tensors of a release, and set the width of its states."""
         self.tokenizer = read_tokenizer(self.source)
         path = find_file(self.base, "config.json")
         image = self.tokenizer.convert_tokens_to_ids(_IMAGE)
@@ -173,8 +166,8 @@ class InternVL2(Reader):
         load_exactly(backbone, native, self.base, unused=[r"language_model\.lm_head\.weight"])
         return _Network(backbone, self.tokenizer)
 
-    @override
     def check(self, prompt: str) -> None:
+        """Raise Unscorable if a prompt contains a special token."""
         check_chat(self.tokenizer, prompt)
 
 
@@ -186,7 +179,13 @@ class _Network(nn.Module):
         self.backbone, self.tokenizer = backbone, tokenizer
 
     @override
-    def forward(self, frames: Float[Tensor, "n F 3 h w"], prompts: Sequence[str]) -> Reading:
+    def forward(
+        self, frames: Float[Tensor, "n F 3 h w"], prompts: Sequence[str]
+    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        """Return the hidden states of the last token, and of the first one of the turn's end.
+
+        Frames are normalised with ImageNet's mean and standard deviation.
+        """
         vision: Any = self.backbone.config.vision_config
         patches = frames.shape[-1] // vision.patch_size[0]
         tokens = int((patches * self.backbone.config.downsample_ratio) ** 2)
@@ -196,7 +195,8 @@ class _Network(nn.Module):
         hidden = self.backbone(
             input_ids=ids, pixel_values=frames.flatten(0, 1), use_cache=False
         ).last_hidden_state
-        return Reading(hidden, ids, [len(row) for row in rows])
+        ends, numbers = torch.tensor([len(row) for row in rows]), torch.arange(len(rows))
+        return hidden[numbers, ends - 1].float(), hidden[numbers, ends - len(TURN)].float()
 
     def _ids(self, prompt: str, num_frames: int, tokens: int) -> Tensor:
         image = f"<img>{_IMAGE * tokens}</img>"
@@ -220,10 +220,10 @@ def read_tokenizer(source: str) -> Any:
         find_file(source, "tokenizer_config.json")
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent)
     found = tokenizer.encode(_END, add_special_tokens=False)
-    if tuple(found) != mj_video.TURN or tokenizer.bos_token_id is None:
+    if tuple(found) != TURN or tokenizer.bos_token_id is None:
         raise ValueError(
             f"the tokenizer of {source} encodes the end of a turn as {found}; it must be "
-            f"{list(mj_video.TURN)}, with a beginning-of-text token, as in InternLM2"
+            f"{list(TURN)}, with a beginning-of-text token, as in InternLM2"
         )
     return tokenizer
 

@@ -1,18 +1,16 @@
 """Implements MJ-VIDEO: 28 criteria in five aspects, weighted by experts that read the prompt.
 
-Ported from aiming-lab/MJ-Video @ cc1d2c9. The backbone is a `Reader`; `internvl2.InternVL2` loads
-the released one. This file implements the layers after the backbone.
+Ported from aiming-lab/MJ-Video @ cc1d2c9. `internvl2.InternVL2` loads the backbone. This file
+implements the layers after it.
 
 Source: MJ-VIDEO, arXiv:2502.01719.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -26,6 +24,7 @@ from reward_models.backbones.checkpoints import (
 )
 from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resize, starts
 from reward_models.backbones.reward_bases import NetworkReward
+from reward_models.preference import internvl2
 
 CRITERIA = {
     "alignment": ("object", "attribute", "actions", "count", "location"),
@@ -39,42 +38,7 @@ CRITERIA = {
 }
 """Criteria of every aspect, in the order of the released annotations and of the head's outputs."""
 ASPECTS = {aspect: len(criteria) for aspect, criteria in CRITERIA.items()}
-TURN = (92542, 92543, 525, 11353, 364)
-"""InternLM2's tokens for the end of the user's turn; the gates read the hidden state there."""
-FRAMES, SIDE = 8, 448
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Hidden states of a backbone for videos and prompts."""
-
-    hidden: Float[Tensor, "n L h"]
-    """Last hidden states."""
-    ids: Int[Tensor, "n L"]
-    lengths: Sequence[int]
-    """Number of tokens of each sequence; the rest is padding."""
-
-
-class Reader(ABC):
-    """Backbone that computes hidden states of videos and prompts: InternVL2, or a substitute."""
-
-    name: str
-    """Name of the weights and settings; part of the reward's fingerprint."""
-    width: int
-    """Width of its hidden states; available after `read`."""
-
-    @abstractmethod
-    def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """Return a network from (frames, prompts) to a `Reading`.
-
-        `tensors` are the backbone's tensors in the reward's checkpoint. Frames are [n, 8, 3, 448,
-        448], normalised with ImageNet's mean and standard deviation. Sequences have `TURN` before
-        the answer.
-        """
-
-    @abstractmethod
-    def check(self, prompt: str) -> None:
-        """Raise Unscorable if a prompt cannot be read."""
+FRAMES = 8
 
 
 @dataclass(frozen=True)
@@ -91,27 +55,9 @@ class AspectScores:
     overall: Float[Tensor, "n"]
 
 
-def combine(
-    criteria: Float[Tensor, "n C"], weights: Float[Tensor, "n C"], gate: Float[Tensor, "n A"]
-) -> AspectScores:
-    """Return sum_a gate_a sum_(c in a) weight_c criterion_c, together with its parts."""
-    parts = (criteria * weights).split(list(ASPECTS.values()), 1)
-    aspects = torch.stack([part.sum(1) for part in parts], 1)
-    return AspectScores(criteria, weights, aspects, gate, (aspects * gate).sum(1))
-
-
 def softmax_within(logits: Float[Tensor, "n C"]) -> Float[Tensor, "n C"]:
     """Apply a softmax over the criteria of each aspect."""
     return torch.cat([x.softmax(1) for x in logits.split(list(ASPECTS.values()), 1)], 1)
-
-
-def find_last_turn(ids: Sequence[int]) -> int:
-    """Return the index of the last end of a user's turn; raise ValueError if there is none."""
-    size = len(TURN)
-    found = [j for j in range(len(ids) - size + 1) if tuple(ids[j : j + size]) == TURN]
-    if not found:
-        raise ValueError("its tokens do not hold the end of the user's turn")
-    return found[-1]
 
 
 class Gate(nn.Module):
@@ -148,14 +94,9 @@ class MJVideoHead(nn.Module):
         criteria = self.regression_layer(last) @ self.reward_transform_matrix
         weights = softmax_within(self.criteria_gating(turn)) * self.criteria_gating.logit_scale
         gate = self.aspect_gating(turn).softmax(1) * self.aspect_gating.logit_scale
-        return combine(criteria, weights, gate)
-
-    def read(self, reading: Reading) -> AspectScores:
-        """Return scores, given the hidden states of a backbone."""
-        rows = torch.arange(len(reading.lengths))
-        turns = [find_last_turn(row) for row in reading.ids.tolist()]
-        ends = torch.tensor(reading.lengths) - 1
-        return self(reading.hidden[rows, ends].float(), reading.hidden[rows, turns].float())
+        parts = (criteria * weights).split(list(ASPECTS.values()), 1)
+        aspects = torch.stack([part.sum(1) for part in parts], 1)
+        return AspectScores(criteria, weights, aspects, gate, (aspects * gate).sum(1))
 
 
 @dataclass(eq=False, repr=False)
@@ -167,7 +108,7 @@ class MJVideo(NetworkReward):
     dimension for each of the 28 criteria, for example `safety_crime`.
     """
 
-    reader: Reader
+    reader: internvl2.InternVL2
     checkpoint: str
     gate_width: PositiveInt = 1024
     temperature: PositiveFloat = 1.0
@@ -204,9 +145,10 @@ class MJVideo(NetworkReward):
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
         """Score eight frames of every video."""
         media = batch.media[:, starts(batch.media.shape[1], FRAMES)].to(self.place).float()
-        frames = resize(media.flatten(0, 1), SIDE, SIDE, quantised=True)
+        side = internvl2.SIDE
+        frames = resize(media.flatten(0, 1), side, side, quantised=True)
         frames = normalise(frames, IMAGENET_MEAN, IMAGENET_STD).unflatten(0, media.shape[:2])
-        scores = self.network["head"].read(self.network["reader"](frames, list(batch.prompts)))
+        scores = self.network["head"](*self.network["reader"](frames, batch.prompts))
         single = [scores.criteria] if self.criteria else []
         return torch.cat([scores.aspects, scores.overall[:, None], *single], 1)
 

@@ -24,6 +24,7 @@ from reward_models.backbones.checkpoints import (
     read_tensors,
     read_weights,
     rename_tensors,
+    require_settings,
 )
 from reward_models.backbones.pixels import at_rate, resize
 from reward_models.backbones.prefix import (
@@ -52,14 +53,14 @@ PUBLISHED = {
 }
 FEWEST_PIXELS = 128 * 28 * 28
 """Minimum area of a frame in pixels; the maximum is in the checkpoint's config."""
-EXPECTED = {
-    "data_config": {
-        "num_frames": None,
-        "sample_type": "uniform",
-        "eval_dim": list(DIMS),
-        "prompt_template_type": "detailed_special",
-    },
-    "model_config": {"output_dim": 3, "use_special_tokens": True, "reward_token": "special"},
+_SUPPORTED = {
+    "data_config.num_frames": None,
+    "data_config.sample_type": "uniform",
+    "data_config.eval_dim": list(DIMS),
+    "data_config.prompt_template_type": "detailed_special",
+    "model_config.output_dim": 3,
+    "model_config.use_special_tokens": True,
+    "model_config.reward_token": "special",
 }
 """Values of a checkpoint's `model_config.json` that this implementation supports."""
 
@@ -103,7 +104,8 @@ class VideoReward(qwen2_vl.QwenReward):
     def read(self) -> nn.Module:
         """Read the backbone, merge the adapter into it, and read the head."""
         folder = find_folder(self.checkpoint)
-        self.config = read_model_config(folder / "model_config.json")
+        self.config = read_object(folder / "model_config.json")
+        require_settings(self.config, _SUPPORTED, folder / "model_config.json")
         self.constants = self._constants()
         base = self.base or self.config["model_config"]["model_name_or_path"]
         architecture, self.tokenizer = qwen2_vl.read_base(base, TOKENS)
@@ -177,11 +179,9 @@ class VideoReward(qwen2_vl.QwenReward):
         height, width = batch.media.shape[-2:]
         size = qwen2_vl.fit_size(height, width, FEWEST_PIXELS, most)
         frames = batch.media[i, self._chosen(batch, i)].to(self.place).float()
-        patches, grid = qwen2_vl.cut_patches(resize_rounding_once(frames, *size))
+        cut = qwen2_vl.cut_patches(resize_rounding_once(frames, *size))
         text = INSTRUCTION.replace("{prompt}", batch.prompts[i])
-        tokens = qwen2_vl.count_tokens(grid)
-        ids = qwen2_vl.tokenize_chat(self.tokenizer, text, "video", tokens)
-        return qwen2_vl.Chat(ids, patches, grid)
+        return qwen2_vl.build_chat(self.tokenizer, text, "video", cut)
 
     def _chosen(self, batch: MediaBatch, i: int) -> list[int]:
         fps = float(self.config["data_config"]["fps"])
@@ -205,14 +205,14 @@ def resize_rounding_once(
     return smooth + (exact - smooth).detach() if smooth.requires_grad else exact
 
 
-def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's `model_config.json`; raise ValueError for unsupported values."""
-    config = read_object(path)
-    for part, expected in EXPECTED.items():
-        for key, value in expected.items():
-            if config[part][key] != value:
-                raise ValueError(f"{path}: {part}.{key} is {config[part][key]!r}, not {value!r}")
-    return config
+_PEFT_NAMES = (
+    (r"^base_model\.model\.", ""),
+    (r"\.base_layer\.", "."),
+    (r"(lora_[AB])\.default", r"\1"),
+)
+"""PEFT's additions to names, except for `lora_A` and `lora_B`."""
+_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Settings of variants of LoRA with another formula than alpha / rank * B A."""
 
 
 def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, dict[str, Tensor]]:
@@ -221,37 +221,20 @@ def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, d
     if not steps:
         raise ValueError(f"{folder} has no folder checkpoint-<step>")
     step = steps[max(steps)]
-    if (step / "model.pth").is_file():
-        _check_lora(lora, folder / "model_config.json")
-        tensors = _strip_peft_names(read_tensors(step / "model.pth"))
-        return step, merge_lora(tensors, lora["lora_r"], float(lora["lora_alpha"]), step)
-    files = "non_lora_state_dict.pth", "adapter_model.safetensors"
-    if missing := [name for name in (*files, "adapter_config.json") if not (step / name).is_file()]:
-        raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
-    adapter = read_object(step / "adapter_config.json")
-    _check_lora(adapter, step / "adapter_config.json")
-    # The original applies them in this order: trained weights replace the base model's.
-    tensors = read_weights(base)
-    for name in files:
-        tensors |= _strip_peft_names(read_tensors(step / name))
-    return step, merge_lora(tensors, adapter["r"], float(adapter["lora_alpha"]), step)
-
-
-_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-
-
-def _check_lora(settings: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for a variant of LoRA with another formula than alpha / rank * B A."""
-    if unknown := [key for key in _VARIANTS if settings.get(key)]:
+    files, file, rank = ["model.pth"], folder / "model_config.json", "lora_r"
+    tensors: dict[str, Tensor] = {}
+    if not (step / "model.pth").is_file():
+        # The original applies them in this order: trained weights replace the base model's.
+        files = ["non_lora_state_dict.pth", "adapter_model.safetensors"]
+        file, rank = step / "adapter_config.json", "r"
+        if missing := [name for name in (*files, file.name) if not (step / name).is_file()]:
+            raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
+        lora, tensors = read_object(file), read_weights(base)
+    if unknown := [key for key in _VARIANTS if lora.get(key)]:
         raise ValueError(f"{file}: {unknown[0]} is not supported")
-
-
-def _strip_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove PEFT's additions to names, except for `lora_A` and `lora_B`."""
-    return rename_tensors(
-        tensors,
-        [(r"^base_model\.model\.", ""), (r"\.base_layer\.", "."), (r"(lora_[AB])\.default", r"\1")],
-    )
+    for name in files:
+        tensors |= rename_tensors(read_tensors(step / name), _PEFT_NAMES)
+    return step, merge_lora(tensors, lora[rank], float(lora["lora_alpha"]), step)
 
 
 def merge_lora(

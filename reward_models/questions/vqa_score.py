@@ -25,6 +25,7 @@ from reward_models.backbones.checkpoints import (
     on_meta_device,
     read_weights,
     rename_tensors,
+    require_settings,
 )
 from reward_models.backbones.libraries import transformers
 from reward_models.backbones.pixels import normalise, pad_to_square, resize
@@ -135,8 +136,7 @@ class ClipFlanT5(NetworkReward):
     def read(self) -> nn.Module:
         """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
         config = read_object(find_file(self.source, "config.json"))
-        if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
-            raise ValueError(f"the config of {self.source} must contain {_LAYOUT}")
+        require_settings(config, _LAYOUT, self.source)
         tower = find_file(self.vision or config.get("mm_vision_tower", ""), "config.json")
         words = find_folder(self.tokenizer, ("*.json", "*.model"))
         self.words = transformers.AutoTokenizer.from_pretrained(words)

@@ -61,7 +61,7 @@ def test_tokens_and_pixels_are_those_of_the_original(model):
     for i, chat in enumerate(chats):
         length = int(RECORDED["attention_mask"][i].sum())
         assert chat.ids == RECORDED["input_ids"][i, :length].tolist()
-        assert list(chat.grid) == RECORDED["image_grid_thw"][i].tolist()
+        assert list(chat.grids[0]) == RECORDED["image_grid_thw"][i].tolist()
     torch.testing.assert_close(chats[0].patches[:8], RECORDED["pixel_head"], atol=1e-6, rtol=0)
     total = sum(chat.patches.double().sum(0) for chat in chats)
     torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)

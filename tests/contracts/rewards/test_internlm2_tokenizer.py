@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from reward_models.preference import mj_video
+from reward_models.preference import internvl2
 from reward_models.preference.internlm2_tokenizer import list_merges, read_model
 from reward_models.preference.internvl2 import read_tokenizer
 
@@ -44,7 +44,7 @@ def _model(adds_prefix: bool) -> bytes:
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    monkeypatch.setattr(mj_video, "TURN", _turn())
+    monkeypatch.setattr(internvl2, "TURN", _turn())
     (tmp_path / "tokenizer.model").write_bytes(_model(False))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     config["added_tokens_decoder"] = {str(i): {"content": name} for i, name in ADDED.items()}
@@ -80,7 +80,7 @@ def test_a_prefix_is_read_from_the_file(tmp_path):
 
 
 def test_other_files_and_tokens_are_refused(release, monkeypatch):
-    monkeypatch.setattr(mj_video, "TURN", (1, 2))
+    monkeypatch.setattr(internvl2, "TURN", (1, 2))
     with pytest.raises(ValueError, match="encodes the end of a turn as"):
         read_tokenizer(str(release))
     (release / "tokenizer.model").write_bytes(b"\x0a\xff")

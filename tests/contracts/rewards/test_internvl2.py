@@ -11,7 +11,8 @@ from transformers import InternVLModel
 
 from flowalign.types import MediaBatch
 from flowalign.utils.files import read_object
-from reward_models.preference import mj_video
+from reward_models.backbones.pixels import IMAGENET_MEAN, IMAGENET_STD
+from reward_models.preference import internvl2
 from reward_models.preference.internvl2 import (
     InternVL2,
     convert_config,
@@ -37,8 +38,8 @@ SIDE = 56
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """The tiny model's image size, and what its tokenizer of bytes writes at the end of a turn."""
-    monkeypatch.setattr(mj_video, "SIDE", SIDE)
-    monkeypatch.setattr(mj_video, "TURN", tuple(VALUES["turn"]))
+    monkeypatch.setattr(internvl2, "SIDE", SIDE)
+    monkeypatch.setattr(internvl2, "TURN", tuple(VALUES["turn"]))
 
 
 def tiny(checkpoint=FOLDER, base=FOLDER / "base", dtype="float32", **settings):
@@ -50,8 +51,8 @@ def tiny(checkpoint=FOLDER, base=FOLDER / "base", dtype="float32", **settings):
 @pytest.fixture(scope="module")
 def network():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mj_video, "SIDE", SIDE)
-        patch.setattr(mj_video, "TURN", tuple(VALUES["turn"]))
+        patch.setattr(internvl2, "SIDE", SIDE)
+        patch.setattr(internvl2, "TURN", tuple(VALUES["turn"]))
         model = tiny()
         model.load()
     return model.network
@@ -65,26 +66,42 @@ def film(i):
 
 @pytest.mark.parametrize("i", range(2))
 def test_scores_are_those_of_the_original(i):
-    output = tiny(criteria=True).score(MediaBatch(film(i), [VALUES["prompts"][i]]))
+    model = tiny(criteria=True)
+    dims = model.spec.dims
+    assert (dims[6], dims[11], dims[33]) == ("alignment_object", "safety_crime", "fairness_gender")
+    output = model.score(MediaBatch(film(i), [VALUES["prompts"][i]]))
     parts = [RECORDED[f"{name}{i}"].flatten() for name in ("aspects", "overall", "criteria")]
     torch.testing.assert_close(output.values[0], torch.cat(parts), atol=2e-5, rtol=0)
 
 
 def test_tokens_and_hidden_states_are_those_of_the_original(network):
-    mean, std = (
-        torch.tensor(x)[:, None, None] for x in (mj_video.IMAGENET_MEAN, mj_video.IMAGENET_STD)
-    )
+    mean, std = (torch.tensor(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_STD))
     frames = torch.stack([(film(i)[0, :8] - mean) / std for i in range(2)])
-    reading = network["reader"](frames, VALUES["prompts"])  # both in one batch, one padded
+    reader = network["reader"]
+    last, turn = reader(frames, VALUES["prompts"])  # both in one batch, one padded
     for i in range(2):
-        length = reading.lengths[i]
-        assert reading.ids[i, :length].tolist() == RECORDED[f"ids{i}"].tolist()
-        last, turn = length - 1, mj_video.find_last_turn(RECORDED[f"ids{i}"].tolist())
-        for place, name in ((last, "hidden"), (turn, "turn")):
-            found = reading.hidden[i, place]
-            torch.testing.assert_close(found, RECORDED[f"{name}{i}"], atol=2e-5, rtol=0)
-        seen = network["reader"].backbone.get_image_features(frames[i]).pooler_output
+        torch.testing.assert_close(last[i], RECORDED[f"hidden{i}"], atol=2e-5, rtol=0)
+        torch.testing.assert_close(turn[i], RECORDED[f"turn{i}"], atol=2e-5, rtol=0)
+        ids = reader._ids(VALUES["prompts"][i], 8, tokens=RECORDED[f"vision{i}"].shape[1])
+        assert ids.tolist() == RECORDED[f"ids{i}"].tolist()
+        seen = reader.backbone.get_image_features(frames[i]).pooler_output
         torch.testing.assert_close(seen, RECORDED[f"vision{i}"], atol=2e-5, rtol=0)
+
+
+def test_the_reader_sees_eight_normalised_frames():
+    seen = []
+    model = tiny()
+    model.load()
+    model.network["reader"].register_forward_pre_hook(lambda _, args: seen.append(args))
+    media = torch.zeros(1, 17, 3, 6, 10)
+    media[0, 2] = 1  # the second of 0, 2, 4 ...
+    model.score(MediaBatch(media, ["a cat"]))
+    ((frames, prompts),) = seen
+    assert (frames.shape, list(prompts)) == ((1, 8, 3, SIDE, SIDE), ["a cat"])
+    mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
+    black, white = frames[0, 0, :, 0, 0], frames[0, 1, :, 0, 0]
+    torch.testing.assert_close(black, -mean / std)
+    torch.testing.assert_close(white - black, 1 / std)
 
 
 def test_half_precision_keeps_the_head_exact():
@@ -132,14 +149,16 @@ def test_a_prompt_with_a_special_token_fails_alone():
 def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path):
     copied = Path(shutil.copy(FOLDER / "model.safetensors", tmp_path))
     check_keys(copied, "model.mlp1.3.bias", tiny(tmp_path).load)
+    shutil.copy(FOLDER / "model.safetensors", tmp_path)
+    check_keys(copied, "reward_transform_matrix", tiny(tmp_path).load)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"ps_version": "v1"}, "ps_version of .* is 'v1'; only 'v2' is supported"),
-        ({"force_image_size": 448}, "image size of .* is 448; only 56"),
-        ({"model_type": "internvl"}, "is of type 'internvl', not internvl_chat"),
+        ({"force_image_size": 448}, "force_image_size of .* is 448; only 56"),
+        ({"model_type": "internvl"}, "model_type of .* is 'internvl'; only 'internvl_chat'"),
         ({"select_layer": -2}, "select_layer of .* is -2"),
     ],
 )
@@ -152,7 +171,10 @@ def test_a_configuration_that_is_computed_otherwise_is_refused(tmp_path, change,
 
 
 def test_another_tokenizer_is_refused_and_settings_enter_the_fingerprint(monkeypatch):
-    check_fingerprints([tiny(), tiny(dtype="bfloat16"), tiny(base=FOLDER)])
-    monkeypatch.setattr(mj_video, "TURN", (92542, 92543, 525, 11353, 364))
+    other = [{"dtype": "bfloat16"}, {"base": FOLDER}, {"temperature": 2.0}, {"criteria": True}]
+    check_fingerprints([tiny(), *(tiny(**settings) for settings in other)])
+    with pytest.raises(ValueError, match="temperature of MJVideo is 0"):
+        tiny(temperature=0.0)
+    monkeypatch.setattr(internvl2, "TURN", (92542, 92543, 525, 11353, 364))
     with pytest.raises(ValueError, match="encodes the end of a turn as"):
         tiny().load()

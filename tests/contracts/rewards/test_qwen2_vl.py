@@ -10,12 +10,12 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from reward_models import HPSv3
 from reward_models.backbones.qwen2_vl import (
+    build_chat,
     check_chat,
     count_tokens,
     cut_patches,
     fit_size,
     read_base,
-    tokenize_chat,
 )
 from reward_models.backbones.reward_bases import Unscorable
 from tests.fixtures.golden import GOLDEN
@@ -66,7 +66,7 @@ def test_sizes_by_hand():
 
 def test_a_chat_has_one_vision_token_per_place_and_the_text_once():
     _, tokenizer = read_base(BASE, ["<|X|>"])
-    ids = tokenize_chat(tokenizer, "rate <|X|>.", "video", 7)
+    ids = build_chat(tokenizer, "rate <|X|>.", "video", (torch.zeros(28, 3), (1, 2, 14))).ids
     assert ids.count(tokenizer.convert_tokens_to_ids("<|video_pad|>")) == 7
     assert ids.count(tokenizer.convert_tokens_to_ids("<|X|>")) == 1
     assert tokenizer.decode(ids).endswith("rate <|X|>.<|im_end|>\n<|im_start|>assistant\n")

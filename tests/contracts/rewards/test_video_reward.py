@@ -83,7 +83,7 @@ def test_tokens_and_pixels_are_those_of_the_original(model):
     for i, chat in enumerate(chats):
         length = int(RECORDED["attention_mask"][i].sum())
         assert chat.ids == RECORDED["input_ids"][i, :length].tolist()
-        assert list(chat.grid) == RECORDED["video_grid_thw"][i].tolist()
+        assert list(chat.grids[0]) == RECORDED["video_grid_thw"][i].tolist()
     torch.testing.assert_close(chats[0].patches[:8], RECORDED["pixel_head"], atol=1e-6, rtol=0)
     total = sum(chat.patches.double().sum(0) for chat in chats)
     torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)
@@ -215,7 +215,7 @@ def test_videos_of_other_lengths_in_a_batch_do_not_change_a_score(short):
     media = example_batch(3, frames=24).media
     prompts = ["a cat", "a much longer prompt about a cat, a dog and a mouse", "tea"]
     batch = MediaBatch(media, prompts, fps=[8.0, 2.0, 24.0])
-    assert [short._chat(batch, i).grid[0] for i in range(3)] == [3, 12, 2]
+    assert [short._chat(batch, i).grids[0][0] for i in range(3)] == [3, 12, 2]
     together = short.score(batch).values
     alone = torch.cat([short.score(batch.take([i])).values for i in range(3)])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
@@ -278,7 +278,7 @@ def configured(tmp_path, change):
 )
 def test_a_configuration_for_what_is_not_implemented_is_refused(tmp_path, part, key, value):
     configured(tmp_path, lambda c: c[part].update({key: value}))
-    with pytest.raises(ValueError, match=f"{part}.{key} is "):
+    with pytest.raises(ValueError, match=f"{part}.{key} of "):
         tiny(tmp_path).load()
 
 
