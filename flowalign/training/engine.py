@@ -11,7 +11,7 @@ have equal weights.
 
 import re
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -66,18 +66,6 @@ class Statistics:
         return self.processes.gather(torch.cat(self.rows[name]))
 
 
-class GradientObserver(ABC):
-    """Observer of the gradients of micro-batches, which may replace their sum."""
-
-    @abstractmethod
-    def after(self, rows: Batch) -> None:
-        """Observe the gradients after the backward pass of a micro-batch."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Set the gradients after the last micro-batch."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Term:
     """Loss on rows, one summand of an update."""
@@ -99,8 +87,10 @@ class Term:
     in_step: bool = False
     """Whether the loss gathers over processes. All processes then evaluate equal numbers of
     micro-batches, of which some may be empty."""
-    observer: GradientObserver | None = None
-    """Observer of the gradient of each micro-batch. None: gradients only add up."""
+    after: Callable[[Batch], None] = lambda _: None
+    """Function that observes, and may remove, the gradient after each micro-batch."""
+    end: Callable[[], None] = lambda: None
+    """Function that may set the gradient after the last micro-batch."""
     statistics: Statistics | None = None
     """Sums for the statistics of several updates, which the caller averages. None: the update
     averages its own."""
@@ -126,10 +116,8 @@ def accumulate(learner: Learner, term: Term, statistics: Statistics) -> None:
             if rows.num_rows:
                 learner.backward(share * loss)
                 statistics.add(stats, share)
-        if term.observer:
-            term.observer.after(rows)
-    if term.observer:
-        term.observer.end()
+        term.after(rows)
+    term.end()
 
 
 def make_update(learner: Learner, terms: Iterable[Term], report: Report = dict) -> dict[str, float]:

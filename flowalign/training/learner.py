@@ -1,7 +1,7 @@
 """Update the weights of a policy: parameters, optimizer, averages, and checks of each update."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from flowalign.distributed.processes import Processes, gather_whole, is_sharded, local_part
 from flowalign.training.reference import (
@@ -37,57 +36,28 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "adamw_offloaded": 0.0}
 values."""
 
 
-class OffloadedAdamW(torch.optim.Optimizer):
+class OffloadedAdamW(torch.optim.AdamW):
     """AdamW with moments in main memory.
 
     Moments are moved to the device for one parameter at a time. Results equal those of
     `torch.optim.AdamW` bit for bit.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ):
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(parameters, settings)
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        assert closure is None, "no loop of this package has one"
-        for group in self.param_groups:
+        groups = self.param_groups
+        for group in groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
+                self.param_groups = [{**group, "params": [p]}]
+                self._move_moments(p, p.device)
+                super().step(closure)
+                self._move_moments(p, torch.device("cpu"))
+        self.param_groups = groups
 
-    def _update(self, p: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(p)
-        first, second = (state[name].to(p.device) for name in ("exp_avg", "exp_avg_sq"))
-        adamw(
-            [p],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [state["step"]],
-            foreach=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        state["exp_avg"], state["exp_avg_sq"] = first.cpu(), second.cpu()
+    def _move_moments(self, p: nn.Parameter, device: torch.device) -> None:
+        state = self.state.get(p, {})
+        state |= {name: t.to(device) for name, t in state.items() if name != "step"}
 
 
 def check_kind(kind: OptimizerKind, divided: bool) -> None:

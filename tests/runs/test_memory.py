@@ -11,7 +11,7 @@ from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
 from flowalign.runs.planning import memory_parts, plan, settle_kept_blocks
 from flowalign.sampling import Fixed, FrameWindow, Storage, Tree
-from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Quantization, Saving, Sharding, Speed
 from tests.fixtures.run_files import CONFIGS, loaded

@@ -21,7 +21,7 @@ from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.checkpoint_files import check_start
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import Killed, Mortal, go, new_run

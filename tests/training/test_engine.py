@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.training.engine import GradientObserver, Statistics, Term, accumulate, make_update
+from flowalign.training.engine import Statistics, Term, accumulate, make_update
 from flowalign.types import Batch
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.training import flat, new_learner
@@ -72,7 +72,7 @@ def test_statistics_of_several_updates_are_averaged_by_the_caller():
     assert both.means()["distance"] == pytest.approx(first, rel=1e-3)
 
 
-class Weighing(GradientObserver):
+class Weighing:
     """Sums the gradients of step k with the weight k."""
 
     def __init__(self, learner):
@@ -92,7 +92,7 @@ class Weighing(GradientObserver):
 def test_an_observer_sees_each_micro_batch_and_may_replace_the_sum():
     learner = new_learner()
     before, weighing = flat(learner.policy.denoiser), Weighing(learner)
-    one = term(learner, apart=("k",), observer=weighing)
+    one = term(learner, apart=("k",), after=weighing.after, end=weighing.end)
     accumulate(learner, one, Statistics(learner.processes))
     assert weighing.steps == [0, 0, 1]
     torch.testing.assert_close(gradients(learner), 2 / 5 * 2 * (before - 3.5))

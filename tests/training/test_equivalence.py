@@ -12,7 +12,7 @@ from flowalign.gradient_paths import DRaFTLV, LeapAlign
 from flowalign.losses import GRPO, PPOClip, RatioNorm, StepDPO
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling import Random, Sampling
-from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
 from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
 from flowalign.types import plain_requests

@@ -11,7 +11,7 @@ from flowalign.runs.config import load
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint_files import put_back, state_tensors
 from flowalign.training.learner import MOMENT_BYTES, Optimizer, new_optimizer
-from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, state

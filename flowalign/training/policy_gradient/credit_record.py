@@ -3,23 +3,21 @@
 import json
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from flowalign.credit.chain import Outcome
 from flowalign.data.media.encode import arrange_grid, write_picture
 from flowalign.data.media.pixels import reduce_size, spread_frames
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.training.policy_gradient.batches import RolloutBatch
-from flowalign.training.policy_gradient.policy_gradient_loop import StepObserver, StepResult
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import CreditEstimator, Policy, Trajectory
+from flowalign.types import CreditEstimator, Policy, StepCredit, Trajectory
 from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.files import write_text
 from flowalign.utils.tracking import MAX_ROWS, PLACES, CreditRecord
@@ -38,8 +36,20 @@ def differs_from_outcome(credit: CreditEstimator, branching: Branching) -> bool:
     return not (isinstance(credit, Outcome) and isinstance(branching, Chain))
 
 
-class CreditRecorder(StepObserver):
-    """Observer that writes the credit of some training steps to files.
+@dataclass(frozen=True)
+class StepResult:
+    """Samples, values and credit of this rank in one step, before the update."""
+
+    batch: RolloutBatch
+    """Transitions with their advantages."""
+    credit: StepCredit
+    """Credit before normalisation."""
+    values: CompletionValues
+    """Values of the states, with their trajectories."""
+
+
+class CreditRecorder:
+    """Recorder that writes the credit of some training steps to files.
 
     It records the first step, the last step, and each step before an evaluation.
     """
@@ -49,14 +59,12 @@ class CreditRecorder(StepObserver):
         self.num_steps, self.every = num_steps, every
         self.kept: tuple[int, StepResult] | None = None
 
-    @override
     def __call__(self, step: int, result: StepResult) -> None:
         """Store the credit of this rank if the step is recorded."""
         after = step + 1
         if step == 0 or after == self.num_steps or (self.every and after % self.every == 0):
             self.kept = step, result
 
-    @override
     def draw(self) -> float:
         """Write `step-NNNNNN.json` and `.png` of the stored step, and return the seconds spent."""
         if self.kept is None:

@@ -8,9 +8,8 @@ the gradient over *micro-batches*. A *denoising step* k is one transition of a t
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float
@@ -32,39 +31,15 @@ from flowalign.training.policy_gradient.batches import (
     with_log_ratios,
 )
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
-from flowalign.training.policy_gradient.measured import Averages
+from flowalign.training.policy_gradient.credit_record import CreditRecorder, StepResult
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
-from flowalign.training.policy_gradient.step_gradients import StepGradients
+from flowalign.training.policy_gradient.step_gradients import Averages, StepGradients
 from flowalign.training.recipe import Log
 from flowalign.training.rollouts.advantages import AdvantageEstimate
 from flowalign.training.rollouts.collecting import CreditedRollouts, compute_credit
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Batch, StepCredit, Trajectory
+from flowalign.types import Batch, Trajectory
 from flowalign.utils.seeds import generator
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Samples, values and credit of this rank in one step, before the update."""
-
-    batch: RolloutBatch
-    """Transitions with their advantages."""
-    credit: StepCredit
-    """Credit before normalisation."""
-    values: CompletionValues
-    """Values of the states, with their trajectories."""
-
-
-class StepObserver(ABC):
-    """Observer of each step before its update."""
-
-    @abstractmethod
-    def __call__(self, step: int, result: StepResult) -> None:
-        """Observe a step; the time is attributed to the reward stage."""
-
-    @abstractmethod
-    def draw(self) -> float:
-        """Write the figures of the last step, if any, and return the seconds spent."""
 
 
 def build_batch(
@@ -115,7 +90,7 @@ class PolicyGradientLoop(EngineLoop[RolloutBatch]):
         rewards: Rewards,
         requests: Requests,
         seed: int,
-        observer: StepObserver | None = None,
+        observer: CreditRecorder | None = None,
         log: Log = lambda _: None,
         stored: StoredTerms | None = None,
     ):
@@ -215,7 +190,7 @@ def update(
             if "chunk" in batch.steps and learner.num_updates > sampled_with:
                 batch = with_log_ratios(batch, batch.local(part), learner.policy, cfg.micro_batch)
             if steps:
-                term = steps.term(cfg, batch, part, measures=epoch == 0)
+                term = steps.term(cfg.algorithm, batch, part, cfg.micro_batch, epoch == 0)
             else:
                 term = policy_term(cfg.algorithm, batch, part, learner, cfg.micro_batch)
             terms = [replace(term, statistics=statistics), *([next(stored)] if stored else [])]

@@ -12,7 +12,7 @@ from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.policy_gradient.batches import check_chains
 from flowalign.training.policy_gradient.gardo import ResetReference, UncertaintyGate
-from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.recipe import Recipe, TrainingPrompts
 from flowalign.training.rollouts.advantages import RewardMap
 from flowalign.training.rollouts.rollout_settings import (

@@ -17,9 +17,14 @@ from flowalign.runs.config import load
 from flowalign.sampling.sde_windows import Fixed, Random, RandomSubset
 from flowalign.training.policy_gradient import step_gradients
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop, update
-from flowalign.training.policy_gradient.step_gradients import HalvesObserver, StepGradients, halves
+from flowalign.training.policy_gradient.step_gradients import (
+    Averages,
+    HalvesObserver,
+    MeasuredWeight,
+    StepGradients,
+    halves,
+)
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.collecting import completion_values, rollout

@@ -15,8 +15,8 @@ from flowalign.runs.planning import plan
 from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.gardo import ResetReference
-from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop, update
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.collecting import completion_values, rollout
