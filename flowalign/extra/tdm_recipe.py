@@ -10,7 +10,7 @@ from flowalign.data.requests import Requests, read_requests
 from flowalign.extra.tdm_loop import TDMLoop
 from flowalign.extra.tdm_parts import TDMSettings, open_roles
 from flowalign.rewards.checked import OnFailure
-from flowalign.training.checkpoint_files import check_start
+from flowalign.training.checkpoint import check_start
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import (
     Log,

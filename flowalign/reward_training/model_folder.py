@@ -28,7 +28,7 @@ from flowalign.reward_training.labels import (
     measure_agreement,
 )
 from flowalign.reward_training.training import RewardTrainer
-from flowalign.training.checkpoint_files import put_back, state_tensors
+from flowalign.training.checkpoint import put_back, state_tensors
 from flowalign.utils.files import atomic_write, parse_json, write_json
 
 FORMAT = "flowalign trained reward 1"

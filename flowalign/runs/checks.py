@@ -14,7 +14,7 @@ from flowalign.reports.run_report import TRAINING_SAMPLES, write_report
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint_files import PREFIX, list_by_step
+from flowalign.training.checkpoint import PREFIX, list_by_step
 from flowalign.training.divergence import distance_to_base
 from flowalign.training.held_out_evaluation import (
     Evaluation,

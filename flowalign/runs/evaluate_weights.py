@@ -12,7 +12,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_directory import find_latest
-from flowalign.training import checkpoint_files
+from flowalign.training import checkpoint
 from flowalign.training.divergence import list_encoders, measure_distance
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.utils.errors import ConfigError, convert_value_errors
@@ -21,13 +21,13 @@ from flowalign.utils.errors import ConfigError, convert_value_errors
 def check_weights(folder: Path) -> None:
     """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
     with convert_value_errors():
-        checkpoint_files.require_weights(folder)
+        checkpoint.require_weights(folder)
     if newest := find_latest(folder):
         raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
     if not any(path.is_file() for path in folder.rglob("*")):
         raise ConfigError(f"--weights {folder} is a folder without files")
     with convert_value_errors("--weights: "):
-        checkpoint_files.check_weights(folder)
+        checkpoint.check_weights(folder)
 
 
 @convert_value_errors()

@@ -33,7 +33,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.steering import Steering
 from flowalign.sampling.inference import generate
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint_files import require_weights
+from flowalign.training.checkpoint import require_weights
 from flowalign.types import Request, Sound
 from flowalign.utils.console import Progress
 from flowalign.utils.files import digest_file, write_text

@@ -7,7 +7,7 @@ from pathlib import Path
 from flowalign.studies.compare import ComparisonRequest, Log
 from flowalign.studies.comparison import BenchmarkLine, Comparison, find_difference, seed_statistics
 from flowalign.studies.comparison_page import write_comparison
-from flowalign.training.checkpoint_files import latest
+from flowalign.training.checkpoint import latest
 from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import read_object
 from flowalign.utils.subprocesses import CommandJob, run_all

@@ -16,48 +16,38 @@ A resumed run continues bit for bit.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowalign.training.checkpoint_files import (
-    FOLDER,
-    PREFIX,
-    check_complete,
-    check_files,
-    check_moments,
-    check_weights,
-    divided,
-    latest,
-    list_by_step,
-    put_back,
-    read_sharded,
-    save_sharded,
-    shapes,
-    state_tensors,
-    write_manifest,
-)
 from flowalign.training.learner import Learner
 from flowalign.types.ranges import NonNegativeInt, PositiveInt, require_ranges
-from flowalign.utils.files import sync_file, sync_tree
+from flowalign.utils.files import digest_file, sync_file, sync_tree
+from flowalign.utils.imports import LazyModule
 
-__all__ = [
-    "Checkpoints",
-    "check_complete",
-    "check_weights",
-    "latest",
-    "prune",
-    "read_loop",
-    "restore",
-    "save",
-    "write_manifest",
-]
+if TYPE_CHECKING:
+    from torch.distributed import checkpoint
+    from torch.distributed import tensor as dtensor
+    from torch.distributed.checkpoint import metadata
+else:
+    checkpoint = LazyModule("torch.distributed.checkpoint")
+    dtensor = LazyModule("torch.distributed.tensor")
+    metadata = LazyModule("torch.distributed.checkpoint.metadata")
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that lists its other files."""
+_STATE = "state/"
+PREFIX = "step-"
+"""Prefix of checkpoint names, before the number of steps."""
+FOLDER = "sharded"
+"""Folder of the sharded files inside a checkpoint's `state`."""
 _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
 
@@ -78,6 +68,111 @@ class Checkpoints:
         require_ranges(self, "checkpoints")
 
 
+def list_by_step(root: Path) -> list[Path]:
+    """Return all checkpoints, oldest first; folders with other names are ignored."""
+    steps = {f: f.name.removeprefix(PREFIX) for f in root.glob(f"{PREFIX}*")}
+    return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
+
+
+def latest(root: Path) -> Path | None:
+    """Return the newest checkpoint of a run, or None."""
+    found = list_by_step(root)
+    return found[-1] if found else None
+
+
+def write_manifest(folder: Path) -> None:
+    """Write size and SHA-256 of every file of a checkpoint to its manifest."""
+    files = {
+        str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest_file(f)}
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
+
+
+def check_complete(folder: Path) -> None:
+    """Compare the size and SHA-256 of every file with the manifest.
+
+    Raises:
+        ValueError: A file is missing, truncated or modified. The message names the newest intact
+            checkpoint of the run.
+    """
+    check_files(folder, lambda _: True)
+
+
+def require_weights(folder: Path) -> None:
+    """Raise ValueError unless the folder of `--weights` exists."""
+    if folder.is_dir():
+        return
+    why = f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})"
+    if folder.name == "ema" and folder.parent.is_dir():
+        why = f"{folder.parent} has no averaged weights, because the run sets ema: null;\ngive "
+        why += f"--weights {folder.parent}"
+    raise ValueError(why)
+
+
+def check_weights(folder: Path) -> None:
+    """Compare weights with the manifest of their checkpoint, if there is one.
+
+    `folder` is a checkpoint, its `ema` folder, or another folder without a manifest.
+
+    Raises:
+        ValueError: A file of the checkpoint is missing, truncated or modified.
+    """
+    for root in (folder, folder.parent):
+        if (root / MANIFEST).is_file() and (root / "state").is_dir():
+            check_files(root, lambda name: not name.startswith(_STATE))
+
+
+def check_files(folder: Path, read: Callable[[str], bool]) -> None:
+    """Raise ValueError unless all sizes match, and the digests of the files that `read` selects."""
+    if problem := _find_damage(folder, read):
+        raise ValueError(f"{problem}\n{_way_out(folder)}")
+
+
+def _find_damage(folder: Path, read: Callable[[str], bool]) -> str:
+    """Return a description of the damage of a checkpoint, or an empty string."""
+    if not (folder / MANIFEST).is_file():
+        return f"{folder} is no complete checkpoint: {MANIFEST} is missing"
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())
+        wanted = {name: (about["bytes"], about["sha256"]) for name, about in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"checkpoint {folder} is damaged: {MANIFEST} lists no files with size and SHA-256"
+    for name, (size, digest) in wanted.items():
+        file = folder / name
+        have = file.stat().st_size if file.is_file() else None
+        if have != size:
+            return f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes"
+        if read(name) and digest_file(file) != digest:
+            return (
+                f"checkpoint {folder} is damaged: {name} has its {size} bytes, "
+                "but not the content that was written"
+            )
+    return ""
+
+
+def _way_out(folder: Path) -> str:
+    """Return advice to resume from the run's newest intact checkpoint."""
+    for other in reversed(list_by_step(folder / "checkpoints") or list_by_step(folder.parent)):
+        if other != folder and not _find_damage(other, lambda _: True):
+            return f"The newest intact checkpoint is {other}; to resume from it: --resume {other}"
+    return "No other checkpoint of this run is intact."
+
+
+def check_start(path: str, key: str) -> None:
+    """Raise ValueError unless the weights of a checkpoint are intact; `key` names its setting."""
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"{key}: the checkpoint {path!r} does not exist (looked in {Path.cwd()}): train it "
+            "first, or name a folder such as runs/RUN/checkpoints/step-000100"
+        )
+    try:
+        check_weights(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
     """Write the state after `step` steps; if weights are sharded, all processes must call this.
 
@@ -94,7 +189,10 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
     try:
         _write_weights(partial, learner)
         if main:
-            _write_counters(partial, step, learner, config, loop)
+            counters = json.dumps({"step": step, **_counters(learner), **loop}, indent=1)
+            (partial / "state" / "loop.json").write_text(counters, encoding="utf-8")
+            (partial / "config.yaml").write_text(config, encoding="utf-8")
+            write_manifest(partial)
             _put_in_place(partial, final)
     except SafetensorError as error:  # safetensors raises this for a full disk
         raise OSError(str(error)) from error
@@ -111,21 +209,11 @@ def _write_weights(partial: Path, learner: Learner) -> None:
         with learner.averaged("ema"):
             learner.policy.save_weights(str(partial / "ema"))
     if learner.is_sharded:
-        save_sharded(_tensors(learner), partial / "state" / FOLDER)
+        checkpoint.save(_tensors(learner), checkpoint_id=partial / "state" / FOLDER)
         learner.processes.barrier()  # wait until all processes have written
     else:
         tensors = {n: t.cpu().contiguous().clone() for n, t in _tensors(learner).items()}
         save_file(tensors, partial / "state" / "training.safetensors")
-
-
-def _write_counters(
-    partial: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]
-) -> None:
-    counters = {"step": step, **_counters(learner), **loop}
-    text = json.dumps(counters, indent=1)
-    (partial / "state" / "loop.json").write_text(text, encoding="utf-8")
-    (partial / "config.yaml").write_text(config, encoding="utf-8")
-    write_manifest(partial)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -214,23 +302,66 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
-    """Read the tensors, sharded like those of the learner."""
-    parameters = {n: p.detach() for n, p in learner.named.items()}
-    if not (state / FOLDER).is_dir():
+    """Read the tensors, sharded like those of the learner; all processes must call this."""
+    folder, parameters = state / FOLDER, {n: p.detach() for n, p in learner.named.items()}
+
+    def find_parameter(name: str) -> Tensor | None:
+        return parameters.get(name.partition(".")[2].partition(":")[0])
+
+    if not folder.is_dir():
         with safe_open(state / "training.safetensors", "pt") as file:
             whole = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return {n: divided(t, parameters.get(_named(n))) for n, t in whole.items()}
-    like = {}
-    for name, (dtype, shape) in shapes(state / FOLDER).items():
-        like[name] = parameters.get(_named(name), torch.empty(()))
-        if like[name].shape != shape:  # an optimizer counter, or a tensor of another model
-            like[name] = torch.empty(shape, dtype=dtype)
-    return read_sharded(state / FOLDER, like)
+        return {n: _shard_like(t, find_parameter(n)) for n, t in whole.items()}
+    made = {}
+    for name, about in (
+        checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+    ):
+        if isinstance(about, metadata.TensorStorageMetadata):
+            like = find_parameter(name)
+            if like is None or like.shape != about.size:  # a counter, or a tensor of another model
+                like = torch.empty(about.size, dtype=about.properties.dtype)
+            made[name] = torch.empty_like(like)
+    checkpoint.load(made, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    return made
 
 
-def _named(name: str) -> str:
-    """Return the name of the parameter that a tensor belongs to."""
-    return name.partition(".")[2].partition(":")[0]
+def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """Return a tensor sharded like `like`; scalars and tensors without a shard stay whole."""
+    if not isinstance(like, dtensor.DTensor) or tensor.dim() == 0:
+        return tensor
+    return dtensor.distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
+    """Return the optimizer state of a parameter, by name; integers become tensors."""
+    kept = optimizer.state.get(p, {})
+    return {name: torch.as_tensor(value).detach() for name, value in kept.items()}
+
+
+def check_moments(kind: str, names: Collection[str]) -> None:
+    """Raise ValueError if either the checkpoint or the optimizer has 8-bit moments, but not both.
+
+    `names` are the names of the tensors in the checkpoint.
+    """
+    found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
+    if found and ("state1" in found) != (kind == "adamw_8bit"):
+        before = "in 8 bits" if "state1" in found else "in float32"
+        raise ValueError(
+            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
+            "the checkpoint's run"
+        )
+
+
+def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Restore the results of `state_tensors`, keyed by the index of the parameter."""
+
+    def plain(value: Tensor) -> Tensor | int:
+        counts = value.dim() == 0 and not value.is_floating_point()
+        return int(value) if counts else value
+
+    values = {i: {name: plain(value) for name, value in kept.items()} for i, kept in state.items()}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
 @torch.no_grad()

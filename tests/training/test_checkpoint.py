@@ -18,8 +18,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.run_directory import clear
 from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint import Checkpoints
-from flowalign.training.checkpoint_files import check_start
+from flowalign.training.checkpoint import Checkpoints, check_start
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.utils.errors import TrainingFailure

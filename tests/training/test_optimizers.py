@@ -9,7 +9,7 @@ import torch
 from flowalign.runs import plan, run_memory
 from flowalign.runs.config import load
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint_files import put_back, state_tensors
+from flowalign.training.checkpoint import put_back, state_tensors
 from flowalign.training.learner import MOMENT_BYTES, Optimizer, new_optimizer
 from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.utils.errors import ConfigError

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.training.checkpoint_files import check_start
+from flowalign.training.checkpoint import check_start
 from flowalign.training.learner import Learner
 from flowalign.training.reference import (
     EMA,
