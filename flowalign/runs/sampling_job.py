@@ -33,7 +33,6 @@ from flowalign.runs.config import Run
 from flowalign.runs.steering import Steering
 from flowalign.sampling.inference import generate
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint import require_weights
 from flowalign.types import Request, Sound
 from flowalign.utils.console import Progress
 from flowalign.utils.files import digest_file, write_text
@@ -129,7 +128,7 @@ def hash_weights(folder: Path) -> str:
     Raises:
         ValueError: The folder does not exist, or belongs to a checkpoint that is damaged.
     """
-    require_weights(folder)
+    checkpoint.require_weights(folder)
     checkpoint.check_weights(folder)
     found = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):

@@ -3,9 +3,10 @@
 Distance to the base: MEND, arXiv:2610.05954, which embeds images with DreamSim.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, nan
+from math import inf, nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,7 +120,7 @@ def measure_distance(
     An encoder's distance is 1 - cos of the embeddings, that of pixels is their root-mean-square
     difference in [0, 1]. Distances are averaged over the samples of a request, then over requests.
     """
-    found, groups = {}, _group(requests)
+    found, groups = {}, group_rows(requests)
     for name in (name for name in now if name in base):
         old, new = (x[name].flatten(1).float() for x in (base, now))
         if name == PIXELS:
@@ -162,15 +163,15 @@ def diversity(latents: Float[Tensor, "n *latent"], requests: Sequence[Request]) 
     suffers from mode collapse.
     """
     flat = latents.flatten(1).float()
-    distances = [torch.pdist(flat[same]) / flat.shape[1] ** 0.5 for same in _group(requests)]
+    distances = [torch.pdist(flat[same]) / flat.shape[1] ** 0.5 for same in group_rows(requests)]
     return float(torch.cat(distances).mean())
 
 
-def _group(requests: Sequence[Request]) -> list[list[int]]:
+def group_rows(requests: Sequence[Request]) -> list[list[int]]:
     """Return the rows of each distinct request."""
-    rows: dict[Request, list[int]] = {}
+    rows = defaultdict[Request, list[int]](list)
     for i, request in enumerate(requests):
-        rows.setdefault(request, []).append(i)
+        rows[request].append(i)
     return list(rows.values())
 
 
@@ -202,16 +203,19 @@ class SampleBounds:
 
     def warnings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
         """Return a warning for each quantity out of bounds, by name, from two evaluations."""
+        bounds = {
+            "diversity": (self.least_diversity, inf),
+            "sharpness": (self.least_sharpness, self.most_sharpness),
+        }
         found = {}
-        for name, (least, most) in self._shares.items():
-            was, value = (_number(metrics.get(f"eval/{name}")) for metrics in (before, now))
-            if not (isfinite(was) and was > 0):
-                continue
-            if not least <= value / was <= most:
-                bounds = f"{least:g} to {most:g}" if most < inf else f"at least {least:g}"
+        for name, (least, most) in bounds.items():
+            values = (metrics.get(f"eval/{name}") for metrics in (before, now))
+            was, value = (nan if value is None else value for value in values)
+            if 0 < was < inf and not least <= value / was <= most:
+                allowed = f"{least:g} to {most:g}" if most < inf else f"at least {least:g}"
                 found[name] = (
                     f"{name} is {value:.3g}, {value / was:.2f} of the {was:.3g} before training; "
-                    f"expected {bounds} of it: {_SIGNS[name]}"
+                    f"expected {allowed} of it: {_SIGNS[name]}"
                 )
         return found
 
@@ -223,12 +227,3 @@ class SampleBounds:
             found_now = self.warnings(evaluated.get(0, {}), row)
             found |= {name: f"after {done:g} steps {text}" for name, text in found_now.items()}
         return found
-
-    @property
-    def _shares(self) -> dict[str, tuple[float, float]]:
-        sharpness = self.least_sharpness, self.most_sharpness
-        return {"diversity": (self.least_diversity, inf), "sharpness": sharpness}
-
-
-def _number(value: float | None) -> float:
-    return nan if value is None else value

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -171,11 +171,7 @@ def evaluate(
     conditioning: PromptConditioning | None = None,
     reference: VelocityField | None = None,
 ) -> EvaluationResult:
-    """Sample, decode and score the held-out prompts of this process, and gather the results.
-
-    The metrics are the mean of each reward dimension, per split and overall, the diversity of
-    samples of one request, and the mean variance of a frame's Laplacian. `kl` needs `reference`.
-    """
+    """Sample, decode and score the held-out prompts; a watched `kl` needs `reference`."""
     items = cfg.items()
     local = list(processes.share(range(len(items))))
     requests = [items[i][1] for i in local]
@@ -194,18 +190,20 @@ def evaluate(
         for name, values in described.items():
             signals[name].append(values)
         kept |= _choose_grid(zip(local[start:], batch.media, strict=False), shown, policy.fps)
-    signals |= _measure_kl(cfg, policy, reference, requests, latents, local, conditioning)
+    if reference and cfg.watch and KL in cfg.watch.metrics:
+        samples = requests, latents, local, cfg.seed, cfg.micro_batch
+        signals[KL] = [measure_divergence(policy, reference, *samples, conditioning)]
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
     measured = {name: processes.gather(torch.cat(values)) for name, values in signals.items()}
+    everything = [request for _, request in items]
+    columns = {**dict(zip(rewards.dims, scores.T, strict=True)), **measured}
     return EvaluationResult(
-        metrics=_means(scores, [split for split, _ in items], rewards.dims)
-        | {"eval/diversity": diversity(latents, [request for _, request in items])}
-        | {"eval/sharpness": float(measured["sharpness"].mean())},
+        metrics=_list_metrics(rewards.dims, items, scores, latents, measured),
         grid=torch.stack([*map(processes.merge(kept).__getitem__, shown)]),
         grid_requests=[items[i][1] for i in shown],
         fps=policy.fps,
         scores=SampleScores(rewards.dims, items, scores, shown),
-        panel=_measure_panel(cfg, rewards, items, scores, measured, latents),
+        panel=measure_panel(cfg.watch, everything, columns, rewards, latents.flatten(1)),
         features={name: measured[name] for name in list_distances(rewards.models)},
     )
 
@@ -216,40 +214,6 @@ def _choose_grid(
     """Return copies of the samples that the grid shows, by index; videos are reduced."""
     some = {i: media for i, media in samples if i in shown}
     return {i: (reduce_size(x, LONGEST) if fps else x).clone() for i, x in some.items()}
-
-
-def _measure_kl(
-    cfg: Evaluation,
-    policy: Policy,
-    reference: VelocityField | None,
-    requests: Sequence[Request],
-    latents: Float[Tensor, "n *latent"],
-    indices: Sequence[int],
-    conditioning: PromptConditioning | None,
-) -> dict[str, list[Float[Tensor, "n"]]]:
-    """Return the divergence of each sample from the reference, if the run watches it."""
-    if cfg.watch is None or KL not in cfg.watch.metrics:
-        return {}
-    assert reference is not None, "kl is a divergence from the reference"
-    samples = requests, latents, indices, cfg.seed, cfg.micro_batch
-    return {KL: [measure_divergence(policy, reference, *samples, conditioning)]}
-
-
-def _measure_panel(
-    cfg: Evaluation,
-    rewards: Rewards,
-    items: list[tuple[str, Request]],
-    scores: Float[Tensor, "n R"],
-    signals: Mapping[str, Float[Tensor, "n"]],
-    latents: Float[Tensor, "n *latent"],
-) -> dict[str, Float[Tensor, "p"]]:
-    """Return the value of each prompt by watched metric; empty if nothing is watched."""
-    if cfg.watch is None:
-        return {}
-    columns = {**dict(zip(rewards.dims, scores.T, strict=True)), **signals}
-    weights = dict(zip(rewards.dims, rewards.weights.tolist(), strict=True))
-    requests = [request for _, request in items]
-    return measure_panel(cfg.watch, requests, columns, weights, latents.flatten(1))
 
 
 def save_grid(folder: Path, step: int, evaluated: EvaluationResult, name: str = "samples") -> None:
@@ -264,17 +228,13 @@ def save_grid(folder: Path, step: int, evaluated: EvaluationResult, name: str = 
     steps = read_object(index).get("steps", []) if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
     write_grid(samples / f"{name}.png", evaluated.grid, columns, evaluated.fps)
-    content = {
-        "prompts": prompts_of(evaluated.grid_requests),
-        "steps": sorted({*steps, step}),
-    }
+    content = {"prompts": prompts_of(evaluated.grid_requests), "steps": sorted({*steps, step})}
     if evaluated.fps:
         for i, clip in enumerate(evaluated.grid):
             some, rate = thin_frames(len(clip), evaluated.fps, MOST_FRAMES)
             write_clip(samples / name / f"{i:03}.webp", clip[some], rate)
-        content |= {"columns": 1, "fps": evaluated.fps}
-    else:
-        content |= {"columns": columns}
+        columns, content["fps"] = 1, evaluated.fps
+    content["columns"] = columns
     for i, request in enumerate(evaluated.grid_requests):
         if request.references:
             (samples / SOURCES).mkdir(exist_ok=True)
@@ -285,15 +245,24 @@ def save_grid(folder: Path, step: int, evaluated: EvaluationResult, name: str = 
     write_text(index, json.dumps(content, indent=1))
 
 
-def _means(
-    scores: Float[Tensor, "n R"], splits: list[str], dims: tuple[str, ...]
+def _list_metrics(
+    dims: tuple[str, ...],
+    items: list[tuple[str, Request]],
+    scores: Float[Tensor, "n R"],
+    latents: Float[Tensor, "n *latent"],
+    measured: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    metrics = {f"eval/{d}": float(v) for d, v in zip(dims, scores.nanmean(0), strict=True)}
-    for split in dict.fromkeys(splits):
-        rows = torch.tensor([s == split for s in splits])
-        means = scores[rows].nanmean(0)
-        metrics |= {f"eval/{split}/{d}": float(v) for d, v in zip(dims, means, strict=True)}
-    return metrics
+    """Return the means of the rewards, the diversity, and the mean variance of the Laplacian."""
+    splits, metrics = [split for split, _ in items], dict[str, float]()
+    for name in ("", *dict.fromkeys(splits)):
+        rows = torch.tensor([name in ("", split) for split in splits])
+        prefix = f"eval/{name}/" if name else "eval/"
+        means = zip(dims, scores[rows].nanmean(0), strict=True)
+        metrics |= {f"{prefix}{dim}": float(mean) for dim, mean in means}
+    return metrics | {
+        "eval/diversity": diversity(latents, [request for _, request in items]),
+        "eval/sharpness": float(measured["sharpness"].mean()),
+    }
 
 
 def _spread_over_splits(items: list[tuple[str, Request]], count: int) -> list[int]:

@@ -108,17 +108,13 @@ class EMA:
         weight = 1 - self.decay(self.num_updates)
         torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], weight)
 
-    @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the current parameters."""
-        for own, p in zip(self.average, self.parameters, strict=True):
-            own.copy_(p)
+        _copy(self.parameters, self.average)
 
-    @torch.no_grad()
     def move(self, places: Sequence[Tensor]) -> None:
         """Store the average in the tensors `places` from now on."""
-        for place, value in zip(places, self.average, strict=True):
-            place.copy_(value)
+        _copy(self.average, places)
         self.average = list(places)
 
     @contextmanager
@@ -129,16 +125,17 @@ class EMA:
         try:
             yield
         finally:
-            self._write(kept)
+            _copy(kept, self.parameters)
 
     def write(self) -> None:
         """Set the parameters to the average."""
-        self._write(self.average)
+        _copy(self.average, self.parameters)
 
-    @torch.no_grad()
-    def _write(self, values: Sequence[Tensor]) -> None:
-        for p, value in zip(self.parameters, values, strict=True):
-            p.copy_(value)
+
+@torch.no_grad()
+def _copy(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for value, place in zip(values, places, strict=True):
+        place.copy_(value)
 
 
 class TrainedSet(ABC):
@@ -281,10 +278,10 @@ class Guided(VelocityField):
         plain = _policy(field)
         policy = with_guidance(plain, guidance)
         self.field = _with_policy(field, policy)
-        guided = plain.evaluations_per_velocity > 1
         self.empty: dict[str, Tensor] = {}
+        guided = plain.evaluations_per_velocity > 1
         if not (guided and plain.input_spec.references[1]):  # references come with requests
-            self.empty = _unconditional(_without_guidance(plain) if guided else plain, policy)
+            self.empty = _unconditional(without_guidance(plain), policy)
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -309,16 +306,14 @@ def check_guidance(policy: Policy, scale: float, key: str) -> None:
 
     `key` is the key of the scale in run files.
     """
-    name = type(policy).__name__
-    if scale > 1 and not policy.has_guidance:
-        raise ValueError(
-            f"{key} is {scale}, but {name} has no classifier-free guidance: set {key} to model"
+    problem = "" if policy.has_guidance else f"has no classifier-free guidance: set {key} to model"
+    if policy.input_spec.references[1]:
+        problem = problem or (
+            "takes references, and its conditioning on the empty prompt is not encoded with them "
+            f"here: set {key} to 1, or leave guidance out"
         )
-    if scale > 1 and policy.input_spec.references[1]:
-        raise ValueError(
-            f"{key} is {scale}, but {name} takes references, and its conditioning on the empty "
-            f"prompt is not encoded with them here: set {key} to 1, or leave guidance out"
-        )
+    if scale > 1 and problem:
+        raise ValueError(f"{key} is {scale}, but {type(policy).__name__} {problem}")
 
 
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
@@ -345,7 +340,7 @@ def conditional(field: VelocityField) -> VelocityField:
     """
     if isinstance(field, Guided):
         return field
-    return field if _policy(field).evaluations_per_velocity == 1 else unguided(field)
+    return _with_policy(field, without_guidance(_policy(field)))
 
 
 def unguided(field: VelocityField) -> VelocityField:
@@ -354,7 +349,13 @@ def unguided(field: VelocityField) -> VelocityField:
     Raises:
         ValueError: The policy has no guidance.
     """
-    return _with_policy(field, _without_guidance(_policy(field)))
+    policy = _policy(field)
+    if policy.evaluations_per_velocity == 1:
+        raise ValueError(
+            "completion.guidance is off, but the policy samples without classifier-free guidance; "
+            "leave it at same"
+        )
+    return _with_policy(field, without_guidance(policy))
 
 
 def _policy(field: VelocityField) -> Policy:
@@ -373,15 +374,6 @@ def _with_policy(field: VelocityField, policy: Policy) -> VelocityField:
 def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride | TrainedWeights:
     assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride | TrainedWeights)
     return field
-
-
-def _without_guidance(policy: Policy) -> Policy:
-    if policy.evaluations_per_velocity == 1:
-        raise ValueError(
-            "completion.guidance is off, but the policy samples without classifier-free guidance; "
-            "leave it at same"
-        )
-    return without_guidance(policy)
 
 
 def reference_for(policy: Policy) -> VelocityField:

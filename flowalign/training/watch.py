@@ -26,6 +26,8 @@ from flowalign.functional.degradation import (
     spend_level,
     variance_of_laplacian,
 )
+from flowalign.rewards.composite import Rewards
+from flowalign.training.divergence import group_rows
 from flowalign.types import MediaBatch, Request
 from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
 from flowalign.utils.files import read_object, write_json
@@ -119,14 +121,9 @@ def judge(cfg: Watch, base: Panel, now: Panel, evaluation: int, done: int) -> Wa
     rise = lower_p(-change)
     falls = {name: _fall(cfg, name, base[name], now[name]) for name in cfg.metrics}
     down = [name for name, p in falls.items() if p <= level]
-    return WatchVerdict(
-        done,
-        rise,
-        falls,
-        [] if lower_p(change) <= cfg.false_alarm_rate else down,
-        all(p > _HEALTHY for p in falls.values()),
-        lower_bound(change, _HEALTHY),
-    )
+    alarm = [] if lower_p(change) <= cfg.false_alarm_rate else down
+    healthy = all(p > _HEALTHY for p in falls.values())
+    return WatchVerdict(done, rise, falls, alarm, healthy, lower_bound(change, _HEALTHY))
 
 
 def _fall(cfg: Watch, name: str, base: Float[Tensor, "n"], now: Float[Tensor, "n"]) -> float:
@@ -155,28 +152,29 @@ def measure_signals(cfg: Watch | None, batch: MediaBatch) -> dict[str, Float[Ten
 
 
 def measure_panel(
-    cfg: Watch,
+    cfg: Watch | None,
     requests: Sequence[Request],
     columns: Mapping[str, Float[Tensor, "n"]],
-    weights: Mapping[str, float],
+    rewards: Rewards,
     latents: Float[Tensor, "n d"],
 ) -> dict[str, Float[Tensor, "p"]]:
     """Return the value of each distinct request: the mean over its samples, and their distance.
 
-    `columns` holds a value per sample for each reward dimension, each signal and `kl`.
+    `columns` holds a value per sample for each reward dimension, each signal and `kl`. The result
+    is empty if nothing is watched.
     """
-    rows: dict[Request, list[int]] = {}
-    for i, request in enumerate(requests):
-        rows.setdefault(request, []).append(i)
-    weighted = [weight * columns[dim] for dim, weight in weights.items() if weight]
+    if cfg is None:
+        return {}
+    rows, weights = group_rows(requests), zip(rewards.dims, rewards.weights.tolist(), strict=True)
+    weighted = [weight * columns[dim] for dim, weight in weights if weight]
     values = {**columns, OPTIMISED: torch.stack(weighted).sum(0)}
     panel = {
-        name: torch.stack([values[name][same].double().mean() for same in rows.values()])
+        name: torch.stack([values[name][same].double().mean() for same in rows])
         for name in (OPTIMISED, *cfg.metrics)
         if name != DIVERSITY
     }
     if DIVERSITY in cfg.metrics:
-        distances = [torch.pdist(latents[same].float()).mean() for same in rows.values()]
+        distances = [torch.pdist(latents[same].float()).mean() for same in rows]
         panel[DIVERSITY] = torch.stack(distances).double()
     return panel
 
@@ -197,11 +195,8 @@ class HackingMonitor:
         path = self.folder / FILE
         if first_step and path.exists():
             content = read_object(path)
-            nan = math.nan
-            self.base = {
-                name: [nan if value is None else value for value in values]
-                for name, values in content["base"].items()
-            }
+            known = content["base"].items()
+            self.base = {n: [math.nan if x is None else x for x in each] for n, each in known}
             found = [WatchVerdict(**row) for row in content["verdicts"]]
             self.verdicts = [one for one in found if one.done <= first_step]
 
@@ -239,11 +234,9 @@ class HackingMonitor:
     @property
     def summary(self) -> dict[str, Any]:
         """Return the training steps before the first alarm and before the best evaluation."""
-        return {
-            "alarm_after": self.alarmed.done if self.alarmed else None,
-            "fell": self.alarmed.alarm if self.alarmed else [],
-            "best_after": self.best.done if self.best else None,
-        }
+        alarm, best = self.alarmed, self.best
+        found = {"alarm_after": alarm and alarm.done, "fell": alarm.alarm if alarm else []}
+        return found | {"best_after": best and best.done}
 
     def as_json(self) -> dict[str, Any]:
         """Return base values, verdicts, alarm and best evaluation as JSON values."""
@@ -253,11 +246,9 @@ class HackingMonitor:
     def describe(self, verdict: WatchVerdict) -> str:
         """Return the message of an alarm."""
         falls = ", ".join(f"{name} (p {verdict.falls[name]:.1e})" for name in verdict.alarm)
-        best = (
-            f"the best evaluation is after {self.best.done} steps"
-            if self.best
-            else ("no earlier evaluation is better than the start")
-        )
+        best = "no earlier evaluation is better than the start"
+        if self.best:
+            best = f"the best evaluation is after {self.best.done} steps"
         return (
             f"reward hacking after {verdict.done} steps: these get worse: {falls}, but not the "
             f"optimised reward (rise: p {verdict.rise:.1e});\n{best}"

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from flowalign.functional.degradation import dark_share, grid_power
+from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward
 from flowalign.training.divergence import measure_divergence
 from flowalign.training.held_out_evaluation import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.watch import HackingMonitor, Watch, judge, measure_panel
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
-from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
 
 
@@ -98,12 +99,13 @@ def test_failed_scores_are_left_out_as_pairs():
 
 def test_a_panel_has_one_value_per_request():
     requests = plain_requests(["a", "b", "a"])
-    columns = {"x": torch.tensor([1.0, 2.0, 3.0]), "y": torch.tensor([0.0, 1.0, 1.0])}
+    columns = {"redness": torch.tensor([1.0, 2.0, 3.0]), "green": torch.tensor([0.0, 1.0, 1.0])}
     latents = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0]])
-    cfg = Watch(metrics=["y", "diversity"])
-    found = measure_panel(cfg, requests, columns, {"x": 0.5, "y": 0.0}, latents)
+    cfg = Watch(metrics=["green", "diversity"])
+    weighted = Rewards([Redness()], {"redness": 0.5})
+    found = measure_panel(cfg, requests, columns, weighted, latents)
     assert found["optimised"].tolist() == [1.0, 1.0]
-    assert found["y"].tolist() == [0.5, 1.0]
+    assert found["green"].tolist() == [0.5, 1.0]
     assert found["diversity"][0] == 5
     assert found["diversity"][1].isnan()
 
