@@ -1,6 +1,6 @@
 """Define the batch: a table of named columns that sources fill and losses read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -122,7 +122,13 @@ class Batch(Mapping[str, Any]):
 
     def take(self, rows: Int[Tensor, "m"]) -> "Batch":
         """Return the rows with these indices."""
-        return Batch({name: _take(column, rows) for name, column in self._columns.items()})
+        columns, chosen = dict(self._columns), rows.tolist()
+        for name, column in columns.items():
+            if isinstance(column, tuple):
+                columns[name] = tuple(column[i] for i in chosen)
+            else:
+                columns[name] = _map(column, lambda values: values[rows.to(values.device)])
+        return Batch(columns)
 
     def split(
         self,
@@ -156,7 +162,9 @@ class Batch(Mapping[str, Any]):
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on a device."""
-        return Batch({name: _move(column, device) for name, column in self._columns.items()})
+        return Batch(
+            {n: _map(column, lambda x: x.to(device)) for n, column in self._columns.items()}
+        )
 
 
 def _pack(
@@ -182,30 +190,22 @@ def _pack(
     return parts
 
 
-def _take(column: Values, rows: Int[Tensor, "m"]) -> Values:
-    """Return the rows of a column with these indices."""
-    if isinstance(column, Tensor):
-        return column[rows.to(column.device)]
-    if isinstance(column, tuple):
-        return tuple(column[i] for i in rows.tolist())
-    return {name: values[rows.to(values.device)] for name, values in column.items()}
-
-
 def _length(column: Values) -> int:
     return _length(next(iter(column.values()))) if isinstance(column, Mapping) else len(column)
 
 
-def _move(column: Values, device: torch.device) -> Values:
+def _map(column: Values, change: Callable[[Tensor], Tensor]) -> Values:
+    """Return a column with every tensor changed; names stay."""
     if isinstance(column, Tensor):
-        return column.to(device)
+        return change(column)
     if isinstance(column, tuple):
         return column
-    return {name: values.to(device) for name, values in column.items()}
+    return {name: change(values) for name, values in column.items()}
 
 
 def _concat(parts: Sequence[Any]) -> Values:
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts))
     if isinstance(parts[0], tuple):
-        return tuple(name for part in parts for name in part)
+        return sum(parts, ())
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -3,9 +3,9 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -114,9 +114,6 @@ def prompts_of(requests: Iterable[Request]) -> list[str]:
     return [request.prompt for request in requests]
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class Sound:
     """Sound of one clip."""
@@ -157,16 +154,10 @@ class MediaBatch:
 
     def take(self, rows: Sequence[int]) -> "MediaBatch":
         """Return samples `rows` in that order; consecutive rows share this batch's memory."""
-        return MediaBatch(
-            _rows(self.media, rows),
-            _pick(self.prompts, rows),
-            _pick(self.metadata, rows),
-            _pick(self.fps, rows),
-            _pick(self.references, rows),
-            _pick(self.groups, rows),
-            _pick(self.masks, rows),
-            _pick(self.sound, rows),
-        )
+        columns = dict(vars(self))
+        media = _rows(columns.pop("media"), rows)
+        picked = {n: [column[i] for i in rows] if column else () for n, column in columns.items()}
+        return MediaBatch(media, **picked)
 
     def chunks(self, size: int) -> list["MediaBatch"]:
         """Return the same samples in batches of at most `size`."""
@@ -182,16 +173,21 @@ class MediaBatch:
         """
         if len(batches) == 1:
             return batches[0]
-        return MediaBatch(
-            torch.cat([b.media for b in batches]),
-            [p for b in batches for p in b.prompts],
-            _join_columns([b.metadata for b in batches], batches, {}),
-            [f for b in batches for f in b.fps],
-            _join_columns([b.references for b in batches], batches, ()),
-            [g for b in batches for g in b.groups],
-            _join_columns([b.masks for b in batches], batches, None),
-            _join_columns([b.sound for b in batches], batches, None),
-        )
+
+        def join(name: str) -> list[Any]:
+            columns = [getattr(batch, name) for batch in batches]
+            fills = any(columns) and name in _FILLED
+            empty = [_FILLED[name]] if fills else []
+            pairs = zip(columns, batches, strict=True)
+            return [one for column, batch in pairs for one in column or empty * len(batch)]
+
+        names = [one.name for one in fields(MediaBatch)[1:]]
+        media = torch.cat([batch.media for batch in batches])
+        return MediaBatch(media, **{name: join(name) for name in names})
+
+
+_FILLED = {"metadata": {}, "references": (), "masks": None, "sound": None}
+"""Values of samples without a column that other samples have."""
 
 
 def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
@@ -199,17 +195,3 @@ def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tenso
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return media[rows[0] : rows[0] + len(rows)]
     return media[list(rows)]
-
-
-def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
-    return [column[i] for i in rows] if column else ()
-
-
-def _join_columns(
-    columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T
-) -> Sequence[T]:
-    """Join a column of several batches; return () if no batch has it."""
-    if not any(columns):
-        return ()
-    pairs = zip(columns, batches, strict=True)
-    return [one for column, batch in pairs for one in column or [empty] * len(batch)]

@@ -193,14 +193,19 @@ class RewardOutput:
     def concat(outputs: Sequence["RewardOutput"]) -> "RewardOutput":
         """Concatenate the samples of several outputs of one model, without extras."""
         reasons, start = {}, 0
+        like = {name: places for output in outputs for name, places in output.maps.items()}
+        parts: dict[str, list[Tensor]] = {name: [] for name in like}
         for output in outputs:
             reasons |= {start + i: why for i, why in output.reasons.items()}
             start += len(output.values)
+            for name, place in like.items():  # a failed output has no maps
+                missing = place.new_full((len(output.values), *place.shape[1:]), torch.nan)
+                parts[name].append(output.maps.get(name, missing))
         return RewardOutput(
             torch.cat([output.values for output in outputs]),
             torch.cat([output.valid for output in outputs]),
             reasons,
-            maps=_join_maps(outputs),
+            maps={name: torch.cat(each) for name, each in parts.items()},
         )
 
     def slice(self, start: int, stop: int) -> "RewardOutput":
@@ -215,17 +220,6 @@ class RewardOutput:
             self.extras[start:stop],
             {name: places[start:stop] for name, places in self.maps.items()},
         )
-
-
-def _join_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
-    """Concatenate the maps of outputs; NaN for the samples of a failed output without maps."""
-    known = {name: places for output in outputs for name, places in output.maps.items()}
-
-    def of(output: RewardOutput, name: str, like: Tensor) -> Tensor:
-        missing = like.new_full((len(output.values), *like.shape[1:]), torch.nan)
-        return output.maps.get(name, missing)
-
-    return {name: torch.cat([of(o, name, like) for o in outputs]) for name, like in known.items()}
 
 
 class RewardModel(Component, ABC):

@@ -322,9 +322,7 @@ def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
 
 def test_thresholds_refuse_unweighted_dimensions():
     with pytest.raises(ValueError, match="thresholds name green; weighted dimensions are redness"):
-        new_recipe(
-            advantages={"thresholds": Thresholds(at={"green": 1.0})}
-        ).advantages.check_rewards(new_rewards())
+        Thresholds(at={"green": 1.0}).check(new_rewards())
     with pytest.raises(ValueError, match="threshold of at least one dimension"):
         Thresholds(at={})
 

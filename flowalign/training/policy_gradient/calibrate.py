@@ -14,13 +14,11 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
 from flowalign.sampling.calibration import Gains, calibrate
 from flowalign.sampling.rollout import sample
-from flowalign.sampling.sampling_settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGradientSettings
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.rollouts.collecting import completion_values
 from flowalign.types import Request
-from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.seeds import generator
 
 FILE = "calibration.json"
@@ -68,46 +66,26 @@ def _gains(
 
     Each trajectory has a different request. Gains of ODE steps are NaN.
     """
-    local = learner.processes.share(range(num_samples))
+    local, how = learner.processes.share(range(num_samples)), cfg.completion
     one = {"samples_per_prompt": 1, "seeds_per_prompt": None, "branching": Chain()}
-    plain = replace(cfg.sampling, tail_ratio=None, **one)
+    plain = replace(cfg.sampling, kernel=DanceSDE(), tail_ratio=None, **one)
+    window = plain.sde_window.steps(plain.num_steps, 0, torch.Generator())
+    ks = sorted({*window, *(k + 1 for k in window)})
+    finish = [(k, how) for k in ks if k < plain.num_steps] if how.follows_rollout else []
 
     def gains(psi: Tensor, iteration: int) -> Float[Tensor, "N T"]:
         drawn, generators = draws(order, order.seed, iteration, num_samples)
-        levels = [float(level) for level in psi]
-        found = _local_gains(
-            cfg,
-            replace(plain, kernel=DanceSDE(), eta=levels),
-            learner,
-            rewards,
-            [drawn[i] for i in local],
-            [generators[i] for i in local],
-        )
+        sampling = replace(plain, eta=[float(level) for level in psi])
+        asked, own = [drawn[i] for i in local], [generators[i] for i in local]
+        trajectory = sample(learner.policy, asked, sampling, window, own, finish=finish)
+        values = completion_values(cfg.rollouts, learner, rewards, trajectory)(ks)
+        usable = rewards.usable(values.isfinite().flatten(0, 1)).view(values.shape[:2])
+        total = (values.nan_to_num() @ rewards.weights).masked_fill(~usable, torch.nan)
+        found = total.new_full((len(asked), plain.num_steps), torch.nan)
+        for k in window:
+            found[:, k] = total[:, ks.index(k + 1)] - total[:, ks.index(k)]
         return learner.processes.gather(found)
 
-    return gains
-
-
-def _local_gains(
-    cfg: PolicyGradientSettings,
-    sampling: Sampling,
-    learner: Learner,
-    rewards: Rewards,
-    asked: list[Request],
-    generators: list[torch.Generator],
-) -> Float[Tensor, "n T"]:
-    how = cfg.completion
-    window = sampling.sde_window.steps(sampling.num_steps, 0, torch.Generator())
-    ks = sorted({*window, *(k + 1 for k in window)})
-    requests: list[CompletionRequest] = [(k, how) for k in ks if k < sampling.num_steps]
-    finish = requests if how.follows_rollout else []
-    trajectory = sample(learner.policy, asked, sampling, window, generators, finish=finish)
-    values = completion_values(cfg.rollouts, learner, rewards, trajectory)(ks)
-    usable = rewards.usable(values.isfinite().flatten(0, 1)).view(values.shape[:2])
-    total = (values.nan_to_num() @ rewards.weights).masked_fill(~usable, torch.nan)
-    gains = total.new_full((len(asked), sampling.num_steps), torch.nan)
-    for k in window:
-        gains[:, k] = total[:, ks.index(k + 1)] - total[:, ks.index(k)]
     return gains
 
 

@@ -71,16 +71,14 @@ class PolicyGradientChecks:
         """Check that the KL has a gradient, until it had one."""
         if not self.batch:
             return
-        with self.costs.paused():
-            self._measure_kl(self.batch)
-
-    def _measure_kl(self, batch: RolloutBatch) -> None:
+        batch = self.batch
         loss, part = None, next(_all_minibatches(batch, self.cfg.micro_batch), None)
-        if part is not None:
-            neutral = part.with_columns(advantage=torch.zeros_like(part["advantage"]))
-            fields = batch.fields(self.learner.policy, self.learner.reference)
-            loss, _ = self.algorithm.loss(fields, neutral.without("places", "has_kl"))
-        size = self.learner.gradient_size(loss)
+        with self.costs.paused():
+            if part is not None:
+                neutral = part.with_columns(advantage=torch.zeros_like(part["advantage"]))
+                fields = batch.fields(self.learner.policy, self.learner.reference)
+                loss, _ = self.algorithm.loss(fields, neutral.without("places", "has_kl"))
+            size = self.learner.gradient_size(loss)
         self.kl_due = size == 0  # after tiny updates the policy may still equal the reference
         if part is None:
             return

@@ -32,16 +32,23 @@ def plan_step(
     window = cfg.rollouts.window(0, generator(run.seed, "window", 0))
     empty, prompts = cfg.rollouts.empty_trajectory(window), cfg.prompts_per_step
     counts = {k: n * prompts for k, n in evaluations(cfg, window, per_velocity).items()}
+    once = _plan_calibration(cfg, run, window)
+    spans = find_spans(window, cfg.algorithm.span) if cfg.algorithm.span else []
+    parts = rollout_memory(cfg.rollouts, model, world, window)
+    if cfg.measured:  # the gradients of steps over both halves, their sum, and one copy
+        kept = 2 * len(window) * projected_size(model.trainable, cfg.sampling.num_steps)
+        size = 4 * (kept + 2 * model.trainable)
+        parts.append(MemoryPart("gradients of steps", size, "updating"))
+    beside = 0
     if cfg.regularised:
         counts["training on stored media"] = cfg.regularised.rows * cfg.updates
-    once = _calibration(cfg, run, window)
+        parts += cfg.regularised.plan(run, model, world)
+        beside = cfg.regularised.rows_beside(cfg.micro_batch)
     return RecipePlan(
         rows={
             **rollout_rows(cfg.rollouts, run, model, window),
             "transitions trained per step": f"{prompts * num_trained(cfg, empty)}",
-            **_span_rows(cfg, window),
-            **_calibration_row(cfg, once),
-            **_measured_rows(cfg),
+            **_option_rows(cfg, spans, once),
             "samples in the whole run": f"{cfg.examples_per_step * run.num_steps}",
         },
         prompts_per_step=cfg.prompts_per_step,
@@ -49,15 +56,8 @@ def plan_step(
         if why_no_graphs(cfg, run)
         else _kept_evaluations(cfg, window, per_velocity) * ceil(prompts / world),
         keeps_graphs=cfg.keep_graphs,
-        parts=[
-            *rollout_memory(cfg.rollouts, model, world, window),
-            *_measured_memory(cfg, model, window),
-            *(cfg.regularised.plan(run, model, world) if cfg.regularised else ()),
-        ],
-        evaluations_per_example=max(
-            per_velocity * _together(cfg, window),
-            cfg.regularised.rows_beside(cfg.micro_batch) if cfg.regularised else 0,
-        ),
+        parts=parts,
+        evaluations_per_example=max(per_velocity * max(map(len, spans), default=1), beside),
         work=rollout_work(cfg.rollouts, run, model, window).plus(counts, _is_bound(cfg, empty)),
         once=once,
         decode_batch=cfg.sampling.micro_batch,
@@ -74,11 +74,8 @@ def evaluations(
 
     Source: the counts of published methods in their papers.
     """
-    training = (
-        num_evaluated(cfg, cfg.rollouts.empty_trajectory(window))
-        * cfg.epochs_per_step
-        * per_velocity
-    )
+    empty = cfg.rollouts.empty_trajectory(window)
+    training = num_evaluated(cfg, empty) * cfg.epochs_per_step * per_velocity
     sampling = rollout_evaluations(cfg.rollouts, window, per_velocity)
     if cfg.keep_graphs:
         training = _kept_evaluations(cfg, window, per_velocity)
@@ -87,9 +84,9 @@ def evaluations(
         **sampling,
         "training": training,
         "reference": training if "reference" in cfg.algorithm.needs else 0,
-        "ratios": 0
-        if cfg.algorithm.chunks is None
-        else training * (cfg.updates - 1) // cfg.updates,
+        "ratios": training * (cfg.updates - 1) // cfg.updates
+        if cfg.algorithm.chunks is not None
+        else 0,
     }
 
 
@@ -159,26 +156,32 @@ def _is_bound(cfg: PolicyGradientSettings, empty: Trajectory) -> bool:
     return cfg.algorithm.pairs or chosen or shared
 
 
-def _spans(cfg: PolicyGradientSettings, window: Sequence[int]) -> list[list[int]]:
-    """Return the spans of a sample; empty if the loss does not train spans."""
-    return [] if cfg.algorithm.span is None else find_spans(window, cfg.algorithm.span)
+def _option_rows(
+    cfg: PolicyGradientSettings, spans: Sequence[list[int]], once: StepWork
+) -> dict[str, str]:
+    """Return the plan rows of spans, of the calibration, and of measured step weights."""
+    rows, calibration, how = dict[str, str](), cfg.calibration, cfg.measured
+    if spans:
+        kept = f"at most {max(map(len, spans))} evaluations kept at once"
+        rows["spans of each sample"] = f"{', '.join(map(str, spans))}; {kept}"
+    if calibration:
+        rows["calibration"] = (
+            f"{calibration.iterations * calibration.num_samples} trajectories, "
+            f"{once.count('sampling')} network evaluations, {once.decodes} decodes, "
+            f"{once.reward_calls} reward calls"
+        )
+    if how:
+        rows["step weights"] = (
+            f"measured from {how.measured}s, over half of "
+            f"{cfg.prompts_per_step // cfg.updates_per_step} prompts each; start {how.start}, "
+            f"half-life {how.half_life:g} steps, floor {how.floor:g}"
+        )
+    return rows
 
 
-def _together(cfg: PolicyGradientSettings, window: Sequence[int]) -> int:
-    """Return the largest number of steps with activations in memory at the same time."""
-    return max((len(steps) for steps in _spans(cfg, window)), default=1)
-
-
-def _span_rows(cfg: PolicyGradientSettings, window: Sequence[int]) -> dict[str, str]:
-    """Return the plan row of the spans, if the loss trains spans."""
-    spans = _spans(cfg, window)
-    if not spans:
-        return {}
-    kept = f"at most {_together(cfg, window)} evaluations kept at once"
-    return {"spans of each sample": f"{', '.join(map(str, spans))}; {kept}"}
-
-
-def _calibration(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]) -> StepWork:
+def _plan_calibration(
+    cfg: PolicyGradientSettings, run: RunContext, window: Sequence[int]
+) -> StepWork:
     """Return the work of the calibration, if there is one."""
     calibration, num_steps = cfg.calibration, cfg.sampling.num_steps
     if calibration is None:
@@ -191,37 +194,3 @@ def _calibration(cfg: PolicyGradientSettings, run: RunContext, window: Sequence[
         decodes=samples * len(ks),
         reward_calls=samples * len(ks) * len(run.rewards.models),
     )
-
-
-def _calibration_row(cfg: PolicyGradientSettings, work: StepWork) -> dict[str, str]:
-    """Return the plan row of the calibration, if there is one."""
-    calibration = cfg.calibration
-    if calibration is None:
-        return {}
-    return {
-        "calibration": f"{calibration.iterations * calibration.num_samples} trajectories, "
-        f"{work.count('sampling')} network evaluations, {work.decodes} decodes, "
-        f"{work.reward_calls} reward calls"
-    }
-
-
-def _measured_rows(cfg: PolicyGradientSettings) -> dict[str, str]:
-    """Return the plan row of measured step weights, if they are measured."""
-    how = cfg.measured
-    if how is None:
-        return {}
-    return {
-        "step weights": f"measured from {how.measured}s, over half of "
-        f"{cfg.prompts_per_step // cfg.updates_per_step} prompts each; start {how.start}, "
-        f"half-life {how.half_life:g} steps, floor {how.floor:g}"
-    }
-
-
-def _measured_memory(
-    cfg: PolicyGradientSettings, model: ModelPlan, window: Sequence[int]
-) -> list[MemoryPart]:
-    """Return the memory of the step gradients over both halves, of their sum and of one copy."""
-    if cfg.measured is None:
-        return []
-    kept = 2 * len(window) * projected_size(model.trainable, cfg.sampling.num_steps)
-    return [MemoryPart("gradients of steps", 4 * (kept + 2 * model.trainable), "updating")]

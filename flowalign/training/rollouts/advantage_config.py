@@ -5,7 +5,6 @@ from typing import Literal
 
 from flowalign.data.requests import read_located_requests
 from flowalign.functional.advantage import Combine, Scale
-from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.recipe import RunContext
 from flowalign.types import Request
@@ -79,22 +78,22 @@ class AdvantageConfig:
 
         `key` is the key of the parent settings in run files, for messages.
         """
-        self.check_rewards(run.rewards)
-        self.check_prompts(prompts)
-        self._check_conditioning(key, run)
-
-    def check_rewards(self, rewards: Rewards) -> None:
-        """Raise ValueError if a setting refers to missing or unsuitable reward dimensions."""
-        rewards.check_weights()
+        run.rewards.check_weights()
         for part in (self.value_transform, self.thresholds):
             if part:
-                part.check(rewards)
-
-    def check_prompts(self, prompts: str) -> None:
-        """Raise ValueError if the prompts file is empty or has unsuitable requests."""
+                part.check(run.rewards)
         located = read_located_requests(prompts)
         if self.value_transform:
             self.value_transform.check_requests(located)
+        run.check_conditioning()
+        plain = Request("a prompt")
+        asked = run.conditioning and run.conditioning.for_rollout(plain, 0).conditioned
+        if asked and asked.dims and self.scale in ("batch", "pooled"):
+            raise ValueError(
+                f"{key}.advantages.scale is {self.scale}, but conditioning "
+                f"{type(run.conditioning).__name__} assigns a single reward to each prompt, so "
+                "prompts cannot be compared with each other: set scale to group"
+            )
 
     def check_groups(self, key: str, group_size: int) -> None:
         """Raise ValueError if groups of `group_size` samples cannot be compared."""
@@ -119,16 +118,4 @@ class AdvantageConfig:
         if self.extremes is not None:
             raise ValueError(
                 f"{key}.advantages.extremes is {self.extremes}, but {reason}: set it to null"
-            )
-
-    def _check_conditioning(self, key: str, run: RunContext) -> None:
-        run.check_conditioning()
-        asked = (
-            run.conditioning and run.conditioning.for_rollout(Request("a prompt"), 0).conditioned
-        )
-        if asked and asked.dims and self.scale in ("batch", "pooled"):
-            raise ValueError(
-                f"{key}.advantages.scale is {self.scale}, but conditioning "
-                f"{type(run.conditioning).__name__} assigns a single reward to each prompt, so "
-                "prompts cannot be compared with each other: set scale to group"
             )

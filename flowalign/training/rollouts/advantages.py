@@ -25,16 +25,12 @@ from flowalign.functional.advantage import (
 )
 from flowalign.functional.pairing import shorten_extremes
 from flowalign.functional.resizing import average_on_grid, normalise_mean
-from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, Pareto
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Request, StepCredit
-from flowalign.types.ranges import (
-    UnitInterval,
-    require_ranges,
-)
+from flowalign.types.ranges import UnitInterval, require_ranges
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,9 @@ class AdvantageEstimator:
         usable = _usable(rewards, credit.value)
         if credit.process is not None:
             usable = usable & _usable(rewards, credit.process)
-        usable = drop_failed(usable, group_size, rewards.on_failure)
+        if rewards.on_failure == "drop_group":
+            whole = usable.unflatten(0, (-1, group_size)).all(1)
+            usable = whole.repeat_interleave(group_size, 0)
         value, requested = gather(credit.value), gather(credit.mask)
         process = None if credit.process is None else gather(credit.process)
         mask, outcome = gather(credit.mask & usable), gather(outcome)
@@ -192,21 +190,32 @@ class AdvantageEstimator:
     def _groups(self, credit: StepCredit, prompt: Int[Tensor, "local"]) -> Int[Tensor, "n T"]:
         """Return the group ids of all processes, from the credit or for a wider scale."""
         if self.cfg.scale == "pooled":
-            return self.processes.gather(
-                torch.arange(credit.group.shape[1]).expand_as(credit.group)
-            )
+            step = torch.arange(credit.group.shape[1])
+            return self.processes.gather(step.expand_as(credit.group))
         joint = self.cfg.scale == "joint"
         group = prompt[:, None].expand_as(credit.group) if joint else credit.group
         return self.processes.gather(group + (self.processes.rank << 40))
 
     def _metrics(self, gathered: GatheredCredit) -> dict[str, float]:
-        """Return rewards, the share of dominated transitions, and the adapted weights."""
-        cfg, metrics = self.cfg, reward_metrics(self.rewards, gathered)
+        """Return rewards, their spread, the share of dominated transitions, adapted weights."""
+        cfg, rewards, credit, outcome = self.cfg, self.rewards, gathered.credit, gathered.outcome
+        usable = rewards.usable(outcome.isfinite())
+        weighted = (outcome.nan_to_num() @ rewards.weights)[usable]
+        total, trains = credit.value.nan_to_num() @ rewards.weights, bool(credit.mask.any())
+        flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if trains else 1.0
+        names = [f"reward/{dim}" for dim in rewards.dims]
+        metrics = {
+            **dict(zip(names, outcome.nanmean(0).tolist(), strict=True)),
+            "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),
+            "reward_std": float(weighted.std(correction=0)) if len(weighted) else float("nan"),
+            "reward_invalid": float(1 - usable.float().mean()),
+            "zero_std_ratio": flat,
+        }
         if cfg.pareto != "off":
-            candidates = gathered.credit.mask.sum().clamp(min=1)
+            candidates = credit.mask.sum().clamp(min=1)
             metrics["dominated"] = 1 - float(gathered.train_mask.sum() / candidates)
         if cfg.thresholds:
-            scaled = zip(self.rewards.dims, self.weights.tolist(), strict=True)
+            scaled = zip(rewards.dims, self.weights.tolist(), strict=True)
             metrics |= {f"weight/{dim}": w for dim, w in scaled if dim in cfg.thresholds.at}
         return metrics
 
@@ -235,23 +244,6 @@ def mask_unused_rewards(
         return value
     rows = torch.tensor([[not some or dim in some for dim in dims] for some in own])
     return value.where(rows.view(len(rows), *[1] * (value.ndim - 2), len(dims)), 0.0)
-
-
-def reward_metrics(rewards: Rewards, gathered: GatheredCredit) -> dict[str, float]:
-    """Return rewards and their spread in groups, over all processes."""
-    credit, outcome = gathered.credit, gathered.outcome
-    usable = rewards.usable(outcome.isfinite())
-    mean = dict(zip(rewards.dims, outcome.nanmean(0).tolist(), strict=True))
-    weighted = (outcome.nan_to_num() @ rewards.weights)[usable]
-    total, trains = credit.value.nan_to_num() @ rewards.weights, bool(credit.mask.any())
-    flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if trains else 1.0
-    return {
-        **{f"reward/{dim}": value for dim, value in mean.items()},
-        "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),
-        "reward_std": float(weighted.std(correction=0)) if len(weighted) else float("nan"),
-        "reward_invalid": float(1 - usable.float().mean()),
-        "zero_std_ratio": flat,
-    }
 
 
 def check_map(key: str, name: str, rewards: Rewards) -> None:
@@ -299,16 +291,6 @@ class RewardMap:
             worst = maps.amax(tuple(range(1, maps.ndim)), keepdim=True) - maps
             return weigh_places(advantage, normalise_mean(maps), normalise_mean(worst), self.blend)
         return add_places(advantage, compare_places(maps, trajectory.group_size), self.blend)
-
-
-def drop_failed(
-    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
-) -> Bool[Tensor, "B T"]:
-    """Return True for transitions to train: all usable ones, or only fully usable groups."""
-    if on_failure != "drop_group":
-        return usable
-    whole = usable.unflatten(0, (-1, group_size)).all(1)
-    return whole.repeat_interleave(group_size, 0)
 
 
 def not_dominated(

@@ -4,7 +4,7 @@ requests -> trajectories -> values -> credit -> advantages
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -17,7 +17,6 @@ from flowalign.functional.advantage import favour_diversity, nearest_distance
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import TransformedValues
 from flowalign.sampling.rollout import RolloutOutputs, concat_trajectories, sample
-from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.stepping import complete
 from flowalign.training.learner import Learner
 from flowalign.training.reference import unguided
@@ -64,13 +63,11 @@ def collect_rollouts(
     )
     if len(batches) == 1:
         return completion_values(cfg, learner, rewards, next(drawn), earlier)
-    trajectories, parts = [], []
+    parts = []
     for trajectory in drawn:
-        values = completion_values(cfg, learner, rewards, trajectory)
-        values.request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
-        trajectories.append(trajectory)
-        parts.append(values)
-    whole = concat_trajectories(trajectories)
+        parts.append(completion_values(cfg, learner, rewards, trajectory))
+        parts[-1].request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
+    whole = concat_trajectories([values.trajectory for values in parts])
     return completion_values(cfg, learner, rewards, whole, earlier, parts)
 
 
@@ -99,7 +96,9 @@ def sample_prompts(
     # Noise is seeded by the request's position, so ranks and batches do not change the draws.
     window = cfg.window(step, generator(seed, "window", step))
     needs = cfg.requirements(window)
-    with _use_precision(cfg.sampling, policy):
+    precision = cfg.sampling.precision
+    reduced = policy.network.reduce_precision(precision) if precision and policy.network else None
+    with reduced or nullcontext():
         return sample(
             policy,
             [requests[i] for i in indices],
@@ -115,13 +114,6 @@ def sample_prompts(
             ),
             start=start,
         )
-
-
-def _use_precision(sampling: Sampling, policy: Policy) -> AbstractContextManager[None]:
-    """Return a context with the precision of rollouts, if it differs from the policy's."""
-    if sampling.precision is None or policy.network is None:
-        return nullcontext()
-    return policy.network.reduce_precision(sampling.precision)
 
 
 def completion_values(

@@ -48,17 +48,16 @@ def rollout_rows(
     return {
         **samples_row(cfg.prompts_per_step, cfg.sampling.samples_per_prompt),
         "denoising steps": _steps(cfg, window),
-        **_scout_rows(cfg),
+        **_preview_rows(cfg),
         "values of states": f"{sorted({k for k, _ in cfg.requested(window)})}",
-        **_critic_rows(cfg, window),
-        **_latent_rows(cfg, model, window),
+        **_value_rows(cfg, model, window),
         **judge_row(
             run.rewards.models, [n for one in cfg.phases for n in _scored_groups(one, window)]
         ),
     }
 
 
-def _scout_rows(cfg: RolloutSettings) -> dict[str, str]:
+def _preview_rows(cfg: RolloutSettings) -> dict[str, str]:
     """Return the plan row of the previews, if there are any."""
     if cfg.scout_steps is None:
         return {}
@@ -93,32 +92,18 @@ def rollout_work(
     cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
 ) -> StepWork:
     """Return the work of the rollouts of a step, with their previews."""
-    works = [_phase_work(phase, run, model, window) for phase in cfg.phases]
-    counts: Counter[str] = Counter()
-    for work in works:
-        counts.update(dict(work.evaluations))
-    return StepWork(
-        evaluations=dict(counts),
-        decodes=sum(work.decodes for work in works),
-        reward_calls=sum(work.reward_calls for work in works),
-    )
-
-
-def _phase_work(
-    cfg: RolloutSettings, run: RunContext, model: ModelPlan, window: Sequence[int]
-) -> StepWork:
-    distinct, scored = _distinct(cfg, window), cfg.requirements(window).scored
-    counts = {
-        **rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity),
-        "sampling by latent rewards": sum(distinct[k] * one.evaluation_share for one, k in scored),
-        "sampling with reward gradients": sum(distinct[k] for k in _pushed(cfg, model)),
-    }
-    decodes = sum(_scored_groups(cfg, window))
-    return StepWork(
-        evaluations={name: n * cfg.prompts_per_step for name, n in counts.items()},
-        decodes=decodes,
-        reward_calls=decodes * len(run.rewards.models),
-    )
+    counts, decodes = Counter[str](), 0
+    for phase in cfg.phases:
+        distinct, scored = _distinct(phase, window), phase.requirements(window).scored
+        each = {
+            **rollout_evaluations(phase, window, run.policy.evaluations_per_velocity),
+            "sampling by latent rewards": sum(distinct[k] * x.evaluation_share for x, k in scored),
+            "sampling with reward gradients": sum(distinct[k] for k in _pushed(phase, model)),
+        }
+        counts.update({name: n * cfg.prompts_per_step for name, n in each.items()})
+        decodes += sum(_scored_groups(phase, window))
+    reward_calls = decodes * len(run.rewards.models)
+    return StepWork(evaluations=dict(counts), decodes=decodes, reward_calls=reward_calls)
 
 
 def plan_credited(
@@ -219,20 +204,16 @@ def _steps(cfg: RolloutSettings, window: Sequence[int]) -> str:
     return f"{made}, of which {trained}"
 
 
-def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
-    """Return the plan row of the critic, if there is one."""
-    if cfg.critic is None:
-        return {}
-    observed = f"features of states {sorted(cfg.requirements(window).observed)}"
-    return {"predictions of the critic": f"from {observed}, for no evaluation"}
-
-
-def _latent_rows(cfg: RolloutSettings, model: ModelPlan, window: Sequence[int]) -> dict[str, str]:
-    """Return the plan rows of the latent rewards for credit and for guidance."""
-    rows, guidance = dict[str, str](), cfg.sampling.reward_guidance
-    if scored := cfg.requirements(window).scored:
+def _value_rows(cfg: RolloutSettings, model: ModelPlan, window: Sequence[int]) -> dict[str, str]:
+    """Return the plan rows of the critic, and of latent rewards for credit and for guidance."""
+    rows, guidance, needs = dict[str, str](), cfg.sampling.reward_guidance, cfg.requirements(window)
+    if cfg.critic:
+        observed = f"features of states {sorted(needs.observed)}"
+        rows["predictions of the critic"] = f"from {observed}, for no evaluation"
+    if needs.scored:
+        states = f"of states {[k for _, k in needs.scored]}"
         rows["scores of the latent reward"] = (
-            f"of states {[k for _, k in scored]}, without completions, decodes and reward calls"
+            f"{states}, without completions, decodes and reward calls"
         )
     if guidance:
         share = f"{guidance.reward.evaluation_share:.0%}"

@@ -147,11 +147,37 @@ class CompletionValues(ValueFunction):
         ]
         return torch.stack(found, 1)
 
+    @torch.no_grad()
     def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
-        """Return the latent rewards of the states ks."""
-        asked = self.policy, self.rewards, self.trajectory
-        found = [latent_scores(*asked, k, reward, self.micro_batch) for k in ks]
-        return torch.stack(found, 1)
+        """Return the latent rewards of the states ks, NaN for dimensions without one.
+
+        Raises:
+            RewardFailure: A weighted score is not finite, and `on_failure` is raise.
+        """
+        reward.attach(self.policy)
+        return torch.stack([self._score_latents(k, reward) for k in ks], 1)
+
+    def _score_latents(self, k: int, reward: LatentReward) -> Float[Tensor, "B R"]:
+        rewards, trajectory, size = self.rewards, self.trajectory, self.micro_batch
+        rows = trajectory.rows.unique_rows(k)
+        asked = (rows // trajectory.group_size).to(trajectory.device)
+        states = zip(trajectory.unique_states(k).split(size), asked.split(size), strict=True)
+        with rewards.costs.paused():  # partial evaluations would be counted as whole ones
+            sigma, cond = trajectory.sigmas[k], trajectory.cond
+            parts = [reward.score(x, sigma, take_rows(cond, row)) for x, row in states]
+        rewards.costs.count_share(reward.evaluation_share, len(rows))
+        found = torch.cat([part.float().cpu() for part in parts])
+        table = torch.full((len(found), len(rewards.dims)), torch.nan)
+        for column, dim in enumerate(rewards.dims):
+            if dim in reward.dims:
+                table[:, column] = found[:, reward.dims.index(dim)]
+        usable = rewards.usable(table.isfinite())
+        if rewards.on_failure == "raise" and not usable.all():
+            raise RewardFailure(
+                f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
+                "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
+            )
+        return trajectory.rows.expand(table, k)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
         """Complete and decode new states, and submit them to the rewards in chunks."""
@@ -161,16 +187,15 @@ class CompletionValues(ValueFunction):
             return
         trajectory = self.trajectory
         rows = [trajectory.rows.unique_rows(k) for k, _ in missing]
-        latents = self._latents(missing)
+        end = trajectory.num_steps
+        latents = dict(self.finish([request for request in missing if request[0] < end]))
+        if (end, self.how) in missing:
+            latents[end, self.how] = trajectory.unique_states(end)
         shown = torch.cat(
             [torch.isin(trajectory.rows.unique_rows(k), self._shown(k)) for k, _ in missing]
         )
-        groups = torch.cat(
-            [
-                n * len(trajectory.requests) + row // trajectory.group_size
-                for n, row in enumerate(rows)
-            ]
-        )
+        group, count = trajectory.group_size, len(trajectory.requests)
+        groups = torch.cat([n * count + row // group for n, row in enumerate(rows)])
         scoring, kept, size = self.rewards.scoring(), [], self.micro_batch
         everything = torch.cat([latents[request] for request in missing]).split(size)
         chunks = torch.cat(rows).split(size), shown.split(size), groups.split(size)
@@ -187,13 +212,6 @@ class CompletionValues(ValueFunction):
     def _request(self, k: int, how: Completion | None) -> CompletionRequest:
         finished = k == self.trajectory.num_steps
         return k, self.how if finished or how is None else how
-
-    def _latents(self, missing: Sequence[CompletionRequest]) -> dict[CompletionRequest, Tensor]:
-        trajectory, end = self.trajectory, self.trajectory.num_steps
-        latents = dict(self.finish([request for request in missing if request[0] < end]))
-        if (end, self.how) in missing:
-            latents[end, self.how] = trajectory.unique_states(end)
-        return latents
 
     def _keep(self, requests: Sequence[CompletionRequest], kept: Tensor) -> None:
         for request in requests:
@@ -235,44 +253,6 @@ class CompletionValues(ValueFunction):
                 lambda i: f"sample {rows[i]}, prompt {prompts[rows[i]]!r}",
                 f" at state {request[0]}",
             )
-
-
-@torch.no_grad()
-def latent_scores(
-    policy: Policy,
-    rewards: Rewards,
-    trajectory: Trajectory,
-    k: int,
-    reward: LatentReward,
-    micro_batch: int,
-) -> Float[Tensor, "B R"]:
-    """Return the scores of state k in the run's reward dimensions, NaN for missing dimensions.
-
-    Raises:
-        RewardFailure: A score of a weighted dimension is not finite, and `on_failure` is raise.
-    """
-    reward.attach(policy)
-    rows = trajectory.rows.unique_rows(k)
-    asked = (rows // trajectory.group_size).to(trajectory.device)
-    states = trajectory.unique_states(k).split(micro_batch)
-    with rewards.costs.paused():  # partial evaluations would be counted as whole ones
-        parts = [
-            reward.score(x, trajectory.sigmas[k], take_rows(trajectory.cond, row)).float().cpu()
-            for x, row in zip(states, asked.split(micro_batch), strict=True)
-        ]
-    rewards.costs.count_share(reward.evaluation_share, len(rows))
-    found = torch.cat(parts)
-    table = torch.full((len(found), len(rewards.dims)), torch.nan)
-    for column, dim in enumerate(rewards.dims):
-        if dim in reward.dims:
-            table[:, column] = found[:, reward.dims.index(dim)]
-    usable = rewards.usable(table.isfinite())
-    if rewards.on_failure == "raise" and not usable.all():
-        raise RewardFailure(
-            f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
-            "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
-        )
-    return trajectory.rows.expand(table, k)
 
 
 def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
