@@ -79,8 +79,7 @@ class CheckedReward(RewardModel):
             broken = RewardError(spec, f"raised {describe_error(error, _file_of(self.model))}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
-            nothing = torch.full((len(batch), len(spec.dims)), torch.nan, dtype=torch.float32)
-            return RewardOutput.build(spec, nothing, dict.fromkeys(range(len(batch)), str(broken)))
+            return RewardOutput.fail(spec, dict.fromkeys(range(len(batch)), str(broken)))
         finally:
             if torch.get_default_dtype() not in (default, torch.float32):
                 self.left_dtype = torch.get_default_dtype()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.data.media.pixels import to_bytes, to_images
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, score_usable
 from flowalign.types.ranges import ImportPath
 from flowalign.utils.live_objects import find_object
 
@@ -71,16 +71,13 @@ class CallableReward(RewardModel):
         Raises:
             ValueError: The function returned a wrong number of scores, or no numbers.
         """
-        failed = self.spec.screen(batch)
-        good = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), 1), torch.nan, dtype=torch.float32)
-        if good:
-            some = batch.take(good)
-            # Copies, because functions change what they get, and other rewards score the batch.
-            scores = self.function(self._media(some), **self._inputs(some))
-            for i, score in zip(good, self._list_scores(scores, some), strict=True):
-                values[i] = score
-        return RewardOutput.build(self.spec, values, failed)
+        return score_usable(self.spec, batch, self.spec.screen(batch), self._rate)
+
+    def _rate(self, batch: MediaBatch) -> RewardOutput:
+        # Copies, because functions change what they get, and other rewards score the batch.
+        scores = self.function(self._media(batch), **self._inputs(batch))
+        values = torch.tensor(self._list_scores(scores, batch), dtype=torch.float32)
+        return RewardOutput.build(self.spec, values[:, None])
 
     def _media(self, batch: MediaBatch) -> Any:
         media = batch.media.detach().to(torch.float32, copy=True)

@@ -1,16 +1,16 @@
 """Connect to one model of a reward server; callers decide how to treat failures."""
 
+import math
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
-import torch
 
 from flowalign.rewards.protocol import (
     CONTENT_TYPE,
@@ -170,50 +170,20 @@ def _split(message: Pieces) -> Iterator[bytes | memoryview]:
             yield piece[start : start + _PIECE]
 
 
-def score_usable(
-    spec: RewardSpec, batch: MediaBatch, size: int, ask: Callable[[MediaBatch], RewardOutput]
-) -> RewardOutput:
-    """Return the scores of a batch; `ask` gets chunks of `size` usable samples."""
-    failed = spec.screen(batch)
-    good = [i for i in range(len(batch)) if i not in failed]
-    values = torch.full((len(batch), len(spec.dims)), torch.nan, dtype=torch.float32)
-    spread, extras, places = values.clone(), [{} for _ in range(len(batch))], None
-    for start in range(0, len(good), max(size, 1)):
-        rows = good[start : start + size]
-        answer = ask(batch if len(rows) == len(batch) else batch.take(rows))
-        values[rows] = answer.values
-        if answer.uncertainty is not None:
-            spread[rows] = answer.uncertainty
-        for some in answer.maps.values():
-            if places is None:
-                places = torch.full((len(batch), *some.shape[1:]), torch.nan, dtype=torch.float32)
-            places[rows] = some
-        for row, extra in zip(rows, answer.extras, strict=False):
-            extras[row] = dict(extra)
-        failed |= {rows[i]: why for i, why in answer.reasons.items()}
-    known = spread if spread.isfinite().any() else None
-    output = RewardOutput.build(spec, values, None, known, extras if any(extras) else (), places)
-    return replace(output, reasons={**output.reasons, **failed})
-
-
 def failed_answer(spec: RewardSpec, count: int, reason: str) -> RewardOutput:
     """Return the output of `count` samples that all failed for the same reason, which may pass."""
-    nothing = torch.full((count, len(spec.dims)), torch.nan, dtype=torch.float32)
-    return RewardOutput.build(spec, nothing, dict.fromkeys(range(count), f"{reason} {MAY_PASS}"))
+    return RewardOutput.fail(spec, dict.fromkeys(range(count), f"{reason} {MAY_PASS}"))
 
 
 def _spec_from_json(row: Mapping[str, Any], pixels: Pixels) -> RewardSpec:
     """Return the spec of a server's model, without gradients."""
     low, high = row["scale"]
+    names = ("name", "modality", "licence", "normalisation", "maps")
     return RewardSpec(
-        name=row["name"],
+        **{name: row[name] for name in names},
         dims=tuple(row["dims"]),
-        modality=row["modality"],
-        scale=(-torch.inf if low is None else low, torch.inf if high is None else high),
-        licence=row["licence"],
+        scale=(-math.inf if low is None else low, math.inf if high is None else high),
         needs=tuple(row["needs"]),
-        normalisation=row["normalisation"],
         version=f"{row['fingerprint']} {pixels}",
         columns=tuple(Column(one["name"], tuple(one["values"])) for one in row["columns"]),
-        maps=row["maps"],
     )

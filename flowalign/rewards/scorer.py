@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
@@ -43,6 +43,9 @@ _UNLIMITED = {
     "max_held_mb": 262144,
 }
 """Limits of a server that only its parent process can reach."""
+_NAMESPACE = "flowalign"
+_SET_HERE = "namespace", "name", "get_if_exists", "max_restarts", "max_task_retries"
+"""Ray's options of an actor that its pool sets."""
 
 
 def declare(reward: Mapping[str, Any], dims: Sequence[str] | None) -> RewardSpec:
@@ -87,7 +90,10 @@ class Scorer:
         environment = {TOKEN: self.token, **select_device(device)}
         with socket.create_server(("127.0.0.1", 0)) as listening:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            command = [*_command(python, file, seconds), "--socket", str(listening.fileno())]
+            limits = {**_UNLIMITED, "deadline": seconds, "read_timeout": seconds}
+            command = [python, "-m", "flowalign", "serve-reward", str(file)]
+            command += [f"--{name}={value}" for name, value in limits.items()]
+            command += ["--socket", str(listening.fileno())]
             self._child = ChildProcess(command, folder, environment, [listening.fileno()])
         self.process = self._child.process
 
@@ -114,43 +120,6 @@ class Scorer:
         self._child.end()
 
 
-def _command(python: str, file: Path, seconds: float) -> list[str]:
-    command = [python, "-m", "flowalign", "serve-reward", str(file)]
-    for name, value in {**_UNLIMITED, "deadline": seconds, "read_timeout": seconds}.items():
-        command += [f"--{name}", f"{value}"]
-    return command
-
-
-_NAMESPACE = "flowalign"
-_SET = "get_if_exists", "max_restarts", "max_task_retries"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSettings:
-    """Settings of a pool of actors; equal settings mean the same pool."""
-
-    reward: Mapping[str, Any]
-    """Entry of a run file: `class_path` and `init_args`."""
-    actors: int
-    options: Mapping[str, Any]
-    """Ray's options of an actor, such as `num_gpus` and `runtime_env`."""
-    restarts: int
-
-    def __post_init__(self) -> None:
-        """Reject options that the pool sets."""
-        if taken := sorted({*self.options} & {"namespace", "name", *_SET}):
-            raise ValueError(
-                f"options of Ray scorers name {', '.join(taken)}, which are set here: leave them "
-                "out; num_cpus, num_gpus, resources and runtime_env are yours"
-            )
-
-    @property
-    def name(self) -> str:
-        """Return the name of the pool in its cluster."""
-        digest = sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()[:16]
-        return f"{self.reward['class_path']}-{digest}"
-
-
 class ScorerActor:
     """Reward model in the process of an actor. Errors are answers, so Ray adds no traces."""
 
@@ -175,13 +144,35 @@ class ScorerActor:
 
 
 class ScorerPool:
-    """Client of a pool, which starts the actors that do not exist yet.
+    """Actors of equal settings, which several processes may share.
 
-    Actors end with the process that started them. Raises ValueError if there is no cluster, or the
-    actors do not load the model within `start_timeout` seconds.
+    `reward` is an entry of a run file, `options` are Ray's options of an actor.
     """
 
-    def __init__(self, settings: PoolSettings, address: str | None, start_timeout: float):
+    def __init__(
+        self, reward: Mapping[str, Any], actors: int, options: Mapping[str, Any], restarts: int
+    ):
+        if taken := sorted({*options} & {*_SET_HERE}):
+            raise ValueError(
+                f"options of Ray scorers name {', '.join(taken)}, which are set here: leave them "
+                "out; num_cpus, num_gpus, resources and runtime_env are yours"
+            )
+        self.reward, self.count, self.restarts = reward, actors, restarts
+        settings = json.dumps([reward, actors, options, restarts], sort_keys=True)
+        self.name = f"{reward['class_path']}-{sha256(settings.encode()).hexdigest()[:16]}"
+        # Restarts limit the calls: Ray would count those of a lost machine that it has not missed.
+        fixed = (_NAMESPACE, self.name, True, restarts, -1 if restarts else 0)
+        self.options = {**options, **dict(zip(_SET_HERE, fixed, strict=True))}
+        self._next = int(os.environ.get("RANK", 0))
+
+    def start(self, address: str | None, seconds: float) -> RewardSpec:
+        """Start the actors that do not exist yet, and return the spec of their model.
+
+        Actors end with the process that started them.
+
+        Raises:
+            ValueError: There is no cluster, or the model is not loaded within `seconds`.
+        """
         ray = self._ray = prepare_ray("ray", address)
         if not ray.is_initialized():
             if address is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -189,32 +180,22 @@ class ScorerPool:
                     "processes share the actors of one Ray cluster: start it with `ray start "
                     "--head`, and set address of the scorer pool to auto"
                 )
-            join_cluster(ceil(settings.actors * settings.options.get("num_cpus", 1)), address)
-        self.name = settings.name
-        # Restarts limit the calls: Ray would count those of a lost machine that it has not missed.
-        repeats = -1 if settings.restarts else 0
-        set_here = dict(zip(_SET, (True, settings.restarts, repeats), strict=True))
-        options = {**settings.options, "namespace": _NAMESPACE, **set_here}
+            join_cluster(ceil(self.count * self.options.get("num_cpus", 1)), address)
         kind, paths = ray.remote(ScorerActor), [path for path in sys.path if path]
         self.actors = [
-            kind.options(name=f"{self.name}-{i}", **options).remote(
-                dict(settings.reward), str(Path.cwd()), paths
+            kind.options(**self.options | {"name": f"{self.name}-{i}"}).remote(
+                dict(self.reward), str(Path.cwd()), paths
             )
-            for i in range(settings.actors)
+            for i in range(self.count)
         ]
-        declared = [actor.declare.remote() for actor in self.actors]
         try:
-            self.spec: RewardSpec = ray.get(declared, timeout=start_timeout)[0]
+            return ray.get([one.declare.remote() for one in self.actors], timeout=seconds)[0]
         except ray.exceptions.GetTimeoutError as error:
-            raise ValueError(
-                f"the scorers of {self.name} are not ready after {start_timeout:g} s: the cluster "
-                f"has {ray.cluster_resources()}"
-            ) from error
+            why = f"are not ready after {seconds:g} s: the cluster has {ray.cluster_resources()}"
+            raise ValueError(f"the scorers of {self.name} {why}") from error
         except ray.exceptions.RayError as error:
-            raise ValueError(
-                f"the scorers of {self.name} cannot be used: {_last(error)}"
-            ) from error
-        self._next = int(os.environ.get("RANK", 0))
+            why = f"cannot be used: {_last(error)}"
+            raise ValueError(f"the scorers of {self.name} {why}") from error
 
     def score(self, spec: RewardSpec, batch: MediaBatch, timeout: float) -> RewardOutput:
         """Return the scores of a batch, from the next actor in turn.

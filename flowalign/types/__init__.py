@@ -99,6 +99,7 @@ from flowalign.types.reward import (
     RewardModel,
     RewardOutput,
     RewardSpec,
+    score_usable,
 )
 from flowalign.types.reward_heads import (
     Backbone,

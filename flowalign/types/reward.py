@@ -3,8 +3,10 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import wraps
+from math import nan
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -190,22 +192,43 @@ class RewardOutput:
         return RewardOutput(values, valid, failed, uncertainty, extras, maps)
 
     @staticmethod
+    def fail(spec: RewardSpec, reasons: Mapping[int, str]) -> "RewardOutput":
+        """Build an output of samples that all failed, given the reason of each."""
+        return RewardOutput.build(spec, torch.full((len(reasons), len(spec.dims)), nan), reasons)
+
+    @staticmethod
     def concat(outputs: Sequence["RewardOutput"]) -> "RewardOutput":
-        """Concatenate the samples of several outputs of one model, without extras."""
+        """Concatenate the samples of several outputs of one model."""
         reasons, start = {}, 0
-        like = {name: places for output in outputs for name, places in output.maps.items()}
-        parts: dict[str, list[Tensor]] = {name: [] for name in like}
         for output in outputs:
             reasons |= {start + i: why for i, why in output.reasons.items()}
             start += len(output.values)
-            for name, place in like.items():  # a failed output has no maps
-                missing = place.new_full((len(output.values), *place.shape[1:]), torch.nan)
-                parts[name].append(output.maps.get(name, missing))
+        extras = [extra for o in outputs for extra in o.extras or [{}] * len(o.values)]
+        names = dict.fromkeys(name for output in outputs for name in output.maps)
         return RewardOutput(
             torch.cat([output.values for output in outputs]),
             torch.cat([output.valid for output in outputs]),
             reasons,
-            maps={name: torch.cat(each) for name, each in parts.items()},
+            _join([output.uncertainty for output in outputs], outputs),
+            extras if any(output.extras for output in outputs) else (),
+            {name: _join([o.maps.get(name) for o in outputs], outputs) for name in names},
+        )
+
+    def place(self, rows: Sequence[int], failed: Mapping[int, str]) -> "RewardOutput":
+        """Return these samples at `rows` between samples that failed, with their reasons."""
+        count, at = len(rows) + len(failed), torch.tensor(rows)
+
+        def spread(part: Tensor) -> Tensor:
+            return torch.full((count, *part.shape[1:]), nan).index_put((at,), part)
+
+        extras = dict(zip(rows, self.extras, strict=False))
+        return RewardOutput(
+            spread(self.values),
+            torch.zeros(count, self.valid.shape[1], dtype=torch.bool).index_put((at,), self.valid),
+            {rows[i]: why for i, why in self.reasons.items()} | failed,
+            None if self.uncertainty is None else spread(self.uncertainty),
+            [extras.get(i, {}) for i in range(count)] if extras else (),
+            {name: spread(places) for name, places in self.maps.items()},
         )
 
     def slice(self, start: int, stop: int) -> "RewardOutput":
@@ -220,6 +243,28 @@ class RewardOutput:
             self.extras[start:stop],
             {name: places[start:stop] for name, places in self.maps.items()},
         )
+
+
+def _join(columns: Sequence[Tensor | None], outputs: Sequence[RewardOutput]) -> Any:
+    """Concatenate a column of outputs, NaN for outputs without it; None if no output has it."""
+    like = next((column for column in columns if column is not None), None)
+    if like is None:
+        return None
+    missing = [like.new_full((len(output.values), *like.shape[1:]), nan) for output in outputs]
+    return torch.cat([m if c is None else c for c, m in zip(columns, missing, strict=True)])
+
+
+def score_usable(
+    spec: RewardSpec,
+    batch: MediaBatch,
+    failed: Mapping[int, str],
+    score: Callable[[MediaBatch], RewardOutput],
+) -> RewardOutput:
+    """Return the output of a batch, of which `score` gets the samples that have not failed."""
+    good = [i for i in range(len(batch)) if i not in failed]
+    if not failed:
+        return score(batch)
+    return score(batch.take(good)).place(good, failed) if good else RewardOutput.fail(spec, failed)
 
 
 class RewardModel(Component, ABC):
@@ -273,7 +318,15 @@ def _without_source(batch: MediaBatch) -> dict[int, str]:
 
 
 class Loadable(Component, ABC):
-    """Component that must be downloaded, read or connected to once before a run begins."""
+    """Component that must be downloaded, read or connected to once before a run begins.
+
+    A `load` that has returned is not run again.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "load" in vars(cls):
+            cls.load = _once(cls.load)
 
     @property
     def caveat(self) -> str:
@@ -282,7 +335,18 @@ class Loadable(Component, ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Load or connect; a second call does nothing. Raise ValueError if that is impossible."""
+        """Load or connect. Raise ValueError if that is impossible."""
+
+
+def _once(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(load)
+    def once(component: Loadable) -> None:
+        loaded: set[str] = vars(component).setdefault("_loaded", set())
+        if load.__qualname__ not in loaded:  # a subclass may call the load of its base
+            load(component)
+            loaded.add(load.__qualname__)
+
+    return once
 
 
 class EmbedsImages(RewardModel):

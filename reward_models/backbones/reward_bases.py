@@ -20,6 +20,7 @@ from flowalign.types import (
     RewardModel,
     RewardOutput,
     RewardSpec,
+    score_usable,
 )
 
 T = TypeVar("T")
@@ -81,10 +82,11 @@ class ScreenedReward(RewardModel):
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | BatchScores:
         """Score samples that passed."""
 
-    def rate_all(self, batch: MediaBatch) -> BatchScores:
+    def rate_all(self, batch: MediaBatch) -> RewardOutput:
         """Score any number of samples that passed."""
         rated = self.rate(batch)
-        return rated if isinstance(rated, BatchScores) else BatchScores(rated)
+        parts = vars(rated) if isinstance(rated, BatchScores) else {"values": rated}
+        return RewardOutput.build(self.spec, **parts)
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
@@ -93,21 +95,8 @@ class ScreenedReward(RewardModel):
         if isinstance(self, Loadable) and len(failed) < len(batch):
             self.load()
         failed |= collect(batch, self.examine, failed)[1]
-        good = [i for i in range(len(batch)) if i not in failed]
-        if not good:
-            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-            return RewardOutput.build(self.spec, nothing, failed)
         with torch.set_grad_enabled(batch.media.requires_grad):
-            rated = self.rate_all(batch.take(good))
-            values, stds, maps = (
-                None if part is None else place_rows(part, good, len(batch))
-                for part in (rated.values, rated.uncertainty, rated.places)
-            )
-        assert values is not None
-        failed |= {good[i]: reason for i, reason in rated.failed.items()}
-        extras = dict(zip(good, rated.extras, strict=False))
-        told = [extras.get(i, {}) for i in range(len(batch))] if extras else ()
-        return RewardOutput.build(self.spec, values, failed, stds, told, maps)
+            return score_usable(self.spec, batch, failed, self.rate_all)
 
 
 def collect(
@@ -145,8 +134,7 @@ class NetworkReward(ScreenedReward, Loadable):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        self.place, self._loaded = choose_device(self.device), False
-        self.spec = self.declare()
+        self.place, self.spec = choose_device(self.device), self.declare()
 
     @abstractmethod
     def declare(self) -> RewardSpec:
@@ -167,40 +155,23 @@ class NetworkReward(ScreenedReward, Loadable):
 
     @final
     def load(self) -> None:
-        """Read the weights once."""
-        if self._loaded:
-            return
+        """Read the weights."""
         require_device(self.place)
         self.network = self.read().eval().requires_grad_(False)
         if not self.offload:
             self.network.to(self.place)
-        self._loaded = True
 
     @final
     @override
-    def rate_all(self, batch: MediaBatch) -> BatchScores:
+    def rate_all(self, batch: MediaBatch) -> RewardOutput:
         """Score samples that passed, `batch_size` at a time."""
         if self.offload:
             self.network.to(self.place)
         chunks = [batch] if self.rates_whole_batches else batch.chunks(self.batch_size)
-        rated = _concat([*map(super().rate_all, chunks)])
+        rated = RewardOutput.concat([*map(super().rate_all, chunks)])
         if self.offload and not rated.values.requires_grad:  # backward needs weights on the device
             self.network.to("cpu")
         return rated
-
-
-def _concat(parts: Sequence[BatchScores]) -> BatchScores:
-    """Concatenate the results of several chunks."""
-    failed: dict[int, str] = {}
-    num = 0
-    for part in parts:
-        failed |= {num + i: reason for i, reason in part.failed.items()}
-        num += len(part.values)
-    stds = [part.uncertainty for part in parts if part.uncertainty is not None]
-    maps = [part.places for part in parts if part.places is not None]
-    values = torch.cat([part.values for part in parts])
-    uncertainty = torch.cat(stds) if stds else None
-    return BatchScores(values, uncertainty, failed, torch.cat(maps) if maps else None)
 
 
 def place_rows(
@@ -262,14 +233,11 @@ class YesNoJudge(Loadable):
 class Composed(RewardModel, Loadable):
     """Reward made of other models, its attributes: it loads them and has their caveats."""
 
-    _is_loaded = False
-
     def load(self) -> None:
-        """Load the models once."""
-        for part in () if self._is_loaded else vars(self).values():
+        """Load the models."""
+        for part in vars(self).values():
             if isinstance(part, Loadable):
                 part.load()
-        self._is_loaded = True
 
     @property
     @override

@@ -12,8 +12,8 @@ from typing import Any, final
 
 from flowalign.rewards.checked import RewardGone
 from flowalign.rewards.protocol import Pixels
-from flowalign.rewards.reward_client import RewardClient, failed_answer, score_usable
-from flowalign.rewards.scorer import PoolSettings, Scorer, ScorerPool, declare
+from flowalign.rewards.reward_client import RewardClient, failed_answer
+from flowalign.rewards.scorer import Scorer, ScorerPool, declare
 from flowalign.types import (
     Loadable,
     MediaBatch,
@@ -23,46 +23,26 @@ from flowalign.types import (
     RewardModel,
     RewardOutput,
     RewardSpec,
+    score_usable,
 )
 
 
 class OutOfProcessReward(RewardModel, Loadable):
     """Reward whose model another process holds.
 
-    A subclass declares `spec` before that process is reached; `connect` takes over the declaration
-    of the model. A batch is sent as a whole, without samples that cannot be scored.
+    A subclass declares `spec` before that process is reached; `load` takes over the declaration of
+    the model. A batch is sent without samples that cannot be scored.
     """
-
-    _connected = False
-
-    @abstractmethod
-    def connect(self) -> None:
-        """Reach the process; raise ValueError if that is impossible."""
 
     @abstractmethod
     def request(self, batch: MediaBatch) -> RewardOutput:
         """Return the scores of usable samples; raise RewardGone if the process is lost."""
 
     @final
-    def load(self) -> None:
-        """Connect once, and take over the declaration of the model.
-
-        Raises:
-            ValueError: The process cannot be reached or started, or gives other dimensions.
-        """
-        if not self._connected:
-            self.connect()
-            self._connected = True
-
-    @final
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score the samples that can be scored; raise RewardGone if the process is lost."""
         self.load()
-        return score_usable(self.spec, batch, self.chunk_size(len(batch)), self.request)
-
-    def chunk_size(self, num_samples: int) -> int:
-        """Return the number of samples per request, by default all."""
-        return num_samples
+        return score_usable(self.spec, batch, self.spec.screen(batch), self.request)
 
     def take_over(self, spec: RewardSpec, source: str) -> None:
         """Use the declaration of the model; raise ValueError if it has other dimensions.
@@ -111,8 +91,11 @@ class ScorerProcess(OutOfProcessReward):
         self.timeout, self.start_timeout, self.restarts = timeout, start_timeout, restarts
         self.spec = declare(reward, dims)
 
-    def connect(self) -> None:
+    def load(self) -> None:
         """Start the process, and wait until it has loaded the model."""
+        self._start()
+
+    def _start(self) -> None:
         self._scorer = Scorer(self.reward, self.python, self.device, self.timeout)
         self._client = self._scorer.ready(self.start_timeout)
         self.take_over(self._client.spec("float32"), f"the scorer of {self._scorer.name} gives")
@@ -131,15 +114,14 @@ class ScorerProcess(OutOfProcessReward):
 
     def _restart(self, why: str) -> None:
         """Restart the process; raise RewardGone if no restarts are left or the start fails."""
+        died = f"the process of the reward {self.spec.name!r} died"
         if self.restarts == 0:
-            raise RewardGone(f"the process of the reward {self.spec.name!r} died: {why}")
+            raise RewardGone(f"{died}: {why}")
         self.restarts -= 1
         try:
-            self.connect()
+            self._start()
         except ValueError as error:
-            raise RewardGone(
-                f"the process of the reward {self.spec.name!r} died, and: {error}"
-            ) from error
+            raise RewardGone(f"{died}, and: {error}") from error
 
 
 class RayScorers(OutOfProcessReward):
@@ -168,19 +150,17 @@ class RayScorers(OutOfProcessReward):
         restarts: NonNegativeInt = 3,
     ):
         self.spec = declare(reward, dims)
-        self.settings = PoolSettings(
-            reward=reward, actors=actors, options=options or {}, restarts=restarts
-        )
+        self.pool = ScorerPool(reward, actors, options or {}, restarts)
         self.address, self.timeout, self.start_timeout = address, timeout, start_timeout
 
-    def connect(self) -> None:
+    def load(self) -> None:
         """Start the actors, or connect to them."""
-        self._pool = ScorerPool(self.settings, self.address, self.start_timeout)
-        self.take_over(self._pool.spec, f"the scorers of {self._pool.name} give")
+        spec = self.pool.start(self.address, self.start_timeout)
+        self.take_over(spec, f"the scorers of {self.pool.name} give")
 
     def request(self, batch: MediaBatch) -> RewardOutput:
         """Return the scores of the batch from one of the actors."""
-        return self._pool.score(self.spec, batch, self.timeout)
+        return self.pool.score(self.spec, batch, self.timeout)
 
 
 class RemoteReward(OutOfProcessReward):
@@ -218,7 +198,7 @@ class RemoteReward(OutOfProcessReward):
             version=f"{url} {pixels}",
         )
 
-    def connect(self) -> None:
+    def load(self) -> None:
         """Wait until the server has loaded the model."""
         token = os.environ.get(self.token_env)
         self._client = RewardClient(self.url, self.model, self.timeout, token)
@@ -226,12 +206,14 @@ class RemoteReward(OutOfProcessReward):
         theirs = self._client.spec(self.pixels)
         self.take_over(replace(theirs, name=self.spec.name), f"{self.url} gives")
 
-    def chunk_size(self, num_samples: int) -> int:
-        """Return the batch size, or the number of all samples if the model compares groups."""
-        return num_samples if "groups" in self.spec.needs else self.batch_size
-
     def request(self, batch: MediaBatch) -> RewardOutput:
-        """Return the scores of the batch; its samples are invalid after too many failures."""
+        """Return the scores of the batch, `batch_size` samples at a time unless groups matter."""
+        whole = "groups" in self.spec.needs
+        chunks = [batch] if whole else batch.chunks(self.batch_size)
+        return RewardOutput.concat([self._request_chunk(chunk) for chunk in chunks])
+
+    def _request_chunk(self, batch: MediaBatch) -> RewardOutput:
+        """Return the scores of a chunk; its samples are invalid after too many failures."""
         message, failures = self._client.pack(batch, self.pixels), 0
         until = time.monotonic() + self.timeout
         while True:

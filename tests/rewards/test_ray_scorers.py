@@ -70,9 +70,9 @@ def test_settings_are_checked_before_anything_starts():
 
 def test_equal_settings_name_the_same_actors():
     settings = [{}, {"actors": 2}, {"options": {"num_gpus": 0.5}}, {"restarts": 1}]
-    names = [RayScorers(PLACES, **one).settings.name for one in settings]
+    names = [RayScorers(PLACES, **one).pool.name for one in settings]
     assert len({*names}) == len(names)
-    assert RayScorers(PLACES, timeout=9.0).settings.name == names[0]
+    assert RayScorers(PLACES, timeout=9.0).pool.name == names[0]
 
 
 def test_several_processes_need_a_running_cluster(monkeypatch):
@@ -118,7 +118,7 @@ def test_samples_without_an_answer_in_time_are_invalid():
 
 
 def fake_pool(answer) -> ScorerPool:
-    pool = object.__new__(ScorerPool)
+    pool = ScorerPool(PLACES, 1, {}, 3)
     actor = SimpleNamespace(score=SimpleNamespace(remote=lambda message: len(message)))
     pool._ray, pool.name, pool.actors, pool._next = FakeRay(answer), "pool", [actor], 3
     return pool
