@@ -3,7 +3,6 @@ from .backbones.detection import TransformersDetector as TransformersDetector
 from .backbones.drm import ConvHead as ConvHead, DenoiserMap as DenoiserMap
 from .backbones.encoders import (
     EfficientNet as EfficientNet,
-    EfficientNetLite0 as EfficientNetLite0,
     HuggingFaceClip as HuggingFaceClip,
     OpenClip as OpenClip,
 )

@@ -225,7 +225,7 @@ class RewardOutput:
         return RewardOutput(
             spread(self.values),
             torch.zeros(count, self.valid.shape[1], dtype=torch.bool).index_put((at,), self.valid),
-            {rows[i]: why for i, why in self.reasons.items()} | failed,
+            {**{rows[i]: why for i, why in self.reasons.items()}, **failed},
             None if self.uncertainty is None else spread(self.uncertainty),
             [extras.get(i, {}) for i in range(count)] if extras else (),
             {name: spread(places) for name, places in self.maps.items()},
@@ -338,7 +338,7 @@ class Loadable(Component, ABC):
         """Load or connect. Raise ValueError if that is impossible."""
 
 
-def _once(load: Callable[[Any], None]) -> Callable[[Any], None]:
+def _once(load: Callable[[Any], None]) -> Any:
     @wraps(load)
     def once(component: Loadable) -> None:
         loaded: set[str] = vars(component).setdefault("_loaded", set())

@@ -63,18 +63,14 @@ class PooledFrames(Backbone):
         self.encoder, self.joint, self.over_frames = encoder, joint, over_frames
         self.num_frames = self.most = num_frames
         self.at_once, self.lora = at_once, lora
-        self._loaded = False
 
     def load(self) -> None:
-        """Read the encoder once; adapters are initialised from torch's random state."""
-        if self._loaded:
-            return
+        """Read the encoder; adapters are initialised from torch's random state."""
         self.encoder.read()
         self.network = self.encoder.module.eval().requires_grad_(False)
         self.fingerprint = self._identity()
         if self.lora:
             _adapt(self.network, self.lora)
-        self._loaded = True
 
     def embed(self, batch: MediaBatch) -> Features:
         """Compute the features of every sample; each distinct prompt is encoded once."""

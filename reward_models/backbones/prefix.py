@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from reward_models.backbones.libraries import name_cache, transformers
-from reward_models.backbones.qwen2_vl import Chat, Qwen2VLReward
+from reward_models.backbones.qwen2_vl import Chat, Qwen2VLReward, take_marks
 
 
 def find_answer_tokens(tokenizer: Any, word: str, canonical: bool = True) -> list[int]:
@@ -64,12 +64,7 @@ class PackedQuestions:
 
     def to(self, device: torch.device) -> "PackedQuestions":
         """Return a copy on another device."""
-        return PackedQuestions(
-            self.tokens.to(device),
-            self.owner.to(device),
-            self.offset.to(device),
-            self.last.to(device),
-        )
+        return PackedQuestions(*(part.to(device) for part in vars(self).values()))
 
 
 def pack_questions(questions: Sequence[Sequence[Sequence[int]]]) -> PackedQuestions:
@@ -129,17 +124,16 @@ def read_clips(
     """Read chats of equal length about a video, and return keys, values and head outputs."""
     device = next(network.parameters()).device
     ids = torch.tensor([chat.ids for chat in chats], device=device)
-    grid = torch.tensor([chat.grids[0] for chat in chats], device=device)
-    positions = _positions(network, ids, grid)
-    pixels = torch.cat([chat.patches for chat in chats]).to(device)
+    grid = {"video_grid_thw": torch.tensor([chat.grids[0] for chat in chats], device=device)}
+    positions = network.positions(ids, "video", grid)
     seen = network.backbone(
         input_ids=ids,
         position_ids=positions,
         use_cache=True,
-        pixel_values_videos=pixels,
-        video_grid_thw=grid,
+        pixel_values_videos=torch.cat([chat.patches for chat in chats]).to(device),
+        **grid,
     )
-    heads = torch.stack([_head_at(network, seen, ids, mark) for mark in marks], 1)
+    heads = network.head(take_marks(seen.last_hidden_state, ids, marks))
     layers = [(layer.keys, layer.values) for layer in seen[name_cache()].layers]
     return [
         ClipCache(heads[i], [(k[i : i + 1], v[i : i + 1]) for k, v in layers], positions[:, i, -1:])
@@ -168,7 +162,7 @@ def continue_clips(
         use_cache=True,
         **{name_cache(): transformers.DynamicCache(layers)},
     )
-    return _head_at(network, seen, ids, mark)
+    return network.head(take_marks(seen.last_hidden_state, ids, [mark])[:, 0])
 
 
 def hash_clip(chat: Chat) -> str:
@@ -183,22 +177,3 @@ def group_by_size(items: Mapping[K, V], size: Callable[[V], int]) -> list[list[K
     for key, item in items.items():
         groups[size(item)].append(key)
     return [*groups.values()]
-
-
-def _head_at(
-    network: Qwen2VLReward, seen: Any, ids: Int[Tensor, "n L"], mark: int
-) -> Float[Tensor, "n d"]:
-    """Return the head's output at the position of the mark in each row."""
-    places = (ids == mark).int().argmax(1)
-    rows = torch.arange(len(ids), device=ids.device)
-    return network.head(seen.last_hidden_state[rows, places].float())
-
-
-def _positions(
-    network: Qwen2VLReward, ids: Int[Tensor, "n L"], grid: Int[Tensor, "n 3"]
-) -> Int[Tensor, "3 n L"]:
-    if network.position_mode == "sequential":
-        return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-    types = (ids == network.pads["video"]).int() * 2
-    kwargs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types, "video_grid_thw": grid}
-    return network.backbone.get_rope_index(**kwargs)[0]

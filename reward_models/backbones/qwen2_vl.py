@@ -94,22 +94,29 @@ class Qwen2VLReward(nn.Module):
         pixels, grid = f"pixel_values{'_videos' * (modality == 'video')}", f"{modality}_grid_thw"
         grids = [grid for chat in chats for grid in chat.grids]
         vision = {grid: torch.tensor(grids, device=device)}
-        position_ids = self._positions(ids, modality, vision)
+        position_ids = self.positions(ids, modality, vision)
         vision[pixels] = torch.cat([chat.patches for chat in chats]).to(device)
         hidden = self.backbone(
             input_ids=ids, position_ids=position_ids, use_cache=False, **vision
         ).last_hidden_state
-        found = torch.stack([(ids == mark).int().argmax(1) for mark in marks], 1)
-        return hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float()
+        return take_marks(hidden, ids, marks)
 
-    def _positions(
-        self, ids: Int[Tensor, "n L"], modality: str, grid: dict
+    def positions(
+        self, ids: Int[Tensor, "n L"], modality: str, grid: Mapping[str, Tensor]
     ) -> Int[Tensor, "3 n L"]:
+        """Return the positions of tokens on three axes; see `position_mode`."""
         if self.position_mode == "sequential":
             return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         types = (ids == self.pads[modality]).int() * (1 if modality == "image" else 2)
-        kwargs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types, **grid}
-        return self.backbone.get_rope_index(**kwargs)[0]
+        return self.backbone.get_rope_index(input_ids=ids, mm_token_type_ids=types, **grid)[0]
+
+
+def take_marks(
+    hidden: Float[Tensor, "n L D"], ids: Int[Tensor, "n L"], marks: Sequence[int]
+) -> Float[Tensor, "n M D"]:
+    """Return the hidden states at the first place of each mark in each row, in float32."""
+    found = torch.stack([(ids == mark).int().argmax(1) for mark in marks], 1)
+    return hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float()
 
 
 def read_base(source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl") -> tuple[Any, Any]:
@@ -126,15 +133,8 @@ def read_base(source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl") -> tu
     config = getattr(transformers, _CLASSES[kind][0]).from_pretrained(folder)
     tokenizer = transformers.Qwen2Tokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
-    text_config(config).vocab_size = len(tokenizer)
+    config.text_config.vocab_size = len(tokenizer)
     return config, tokenizer
-
-
-def text_config(config: Any) -> Any:
-    """Return the config of the language model."""
-    if not isinstance(config.text_config, transformers.PretrainedConfig):
-        raise ValueError("the configuration has no language model")
-    return config.text_config
 
 
 def build_network(
@@ -150,7 +150,7 @@ def build_network(
     The head stays in float32.
     """
     with on_meta_device():
-        network = Qwen2VLReward(config, head(text_config(config).hidden_size), position_mode)
+        network = Qwen2VLReward(config, head(config.text_config.hidden_size), position_mode)
     cast = {
         key: tensor.to(torch.float32 if key.startswith("head.") else getattr(torch, dtype))
         for key, tensor in rename_tensors(tensors, KEYS).items()

@@ -85,8 +85,9 @@ class ScreenedReward(RewardModel):
     def rate_all(self, batch: MediaBatch) -> RewardOutput:
         """Score any number of samples that passed."""
         rated = self.rate(batch)
-        parts = vars(rated) if isinstance(rated, BatchScores) else {"values": rated}
-        return RewardOutput.build(self.spec, **parts)
+        if isinstance(rated, Tensor):
+            return RewardOutput.build(self.spec, rated)
+        return RewardOutput.build(self.spec, **vars(rated))
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:

@@ -1,6 +1,5 @@
 """Implements judges that answer questions about images and videos with the probability of yes."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,13 +12,14 @@ from flowalign.functional.path_gradient import straight_through
 from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, Range
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
-from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_vision_language
+from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
 from reward_models.backbones.libraries import name_cache, transformers
 from reward_models.backbones.pixels import at_rate, each_second, resize
 from reward_models.backbones.prefix import (
     PackedQuestions,
     find_answer_tokens,
     find_single_tokens,
+    group_by_size,
     pack_questions,
 )
 from reward_models.backbones.qwen2_vl import cut_patches, fit_size
@@ -70,12 +70,9 @@ class QwenYesNo(YesNoJudge):
             f"{fingerprint_of(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
             f"{'canonical' if canonical else 'exact'}"
         )
-        self._loaded = False
 
     def load(self) -> None:
-        """Read tokenizer and weights once; raise ValueError if they are not a judge's."""
-        if self._loaded:
-            return
+        """Read tokenizer and weights; raise ValueError if they are not a judge's."""
         require_device(self.device)
         folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
         self.processor = _read_processor(folder)
@@ -83,8 +80,10 @@ class QwenYesNo(YesNoJudge):
             torch.tensor(find_answer_tokens(self.processor.tokenizer, word, self.canonical))
             for word in ("yes", "no")
         )
-        self.network = read_vision_language(folder, self.dtype).to(self.device)
-        self._loaded = True
+        # The native class: a subclass would lose its language model when old keys are renamed.
+        kind = transformers.AutoModelForImageTextToText
+        network = read_transformers(kind, folder, dtype=self.dtype, attn_implementation="sdpa")
+        self.network = network.eval().requires_grad_(False).to(self.device)
 
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
@@ -160,11 +159,8 @@ class QwenYesNo(YesNoJudge):
         Logits [n, places, V] are those of the successors that `pack` wants.
         """
         answers = torch.empty(len(batch), len(tails[0]))
-        alike: dict[int, list[int]] = defaultdict(list)
-        frames = [self._frames(batch, i) for i in range(len(batch))]
-        for i, chosen in enumerate(frames):
-            alike[len(chosen)].append(i)
-        for rows in alike.values():
+        frames = {i: self._frames(batch, i) for i in range(len(batch))}
+        for rows in group_by_size(frames, len):
             for start in range(0, len(rows), self.batch_size):
                 some = rows[start : start + self.batch_size]
                 packed = pack([tails[i] for i in some])
@@ -221,7 +217,9 @@ class QwenYesNo(YesNoJudge):
             inputs["second_per_grid_ts"] = torch.as_tensor(inputs["second_per_grid_ts"])
         if batch.media.requires_grad:
             name = "pixel_values" if kind == "image" else "pixel_values_videos"
-            inputs[name] = torch.cat([self._patches(clip) for clip in media])
+            vision = self.processor.image_processor
+            settings = vision.patch_size, vision.image_mean, vision.image_std
+            inputs[name] = torch.cat([cut_patches(clip, *settings)[0] for clip in media])
         return {name: value.to(self.device) for name, value in inputs.items()}
 
     def _shrunk(self, frames: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "F 3 h w"]:
@@ -231,11 +229,6 @@ class QwenYesNo(YesNoJudge):
         height, width = fit_size(height, width, _MIN_PIXELS, self.max_pixels, factor)
         frames = resize(frames.float().clamp(0, 1), height, width).clamp(0, 1)
         return straight_through((frames * 255).round() / 255, frames)
-
-    def _patches(self, clip: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "N D"]:
-        """Return the processor's patches of shrunk frames, with their gradient."""
-        vision = self.processor.image_processor
-        return cut_patches(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
 
     def _continue(
         self, prefix: dict[str, Any], questions: PackedQuestions

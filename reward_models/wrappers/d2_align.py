@@ -81,12 +81,9 @@ class D2Align(RewardModel, Loadable):
             scale=(inner.scale[0] * longest, inner.scale[1] * longest),
             version=f"{inner.fingerprint()}; {learned}",
         )
-        self.loaded = False
 
     def load(self) -> None:
         """Load the reward and learn the direction; raise ValueError for unusable images."""
-        if self.loaded:
-            return
         listing = read_listing(self.media)
         self.reward.load()
         towers = self.reward.network
@@ -102,7 +99,6 @@ class D2Align(RewardModel, Loadable):
             texts = towers.texts([prompt for _, prompt in listing])
         settings = self.strength, self.steps, self.learning_rate
         towers.shift, towers.strength = learn_shift(images, texts, *settings), self.strength
-        self.loaded = True
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score with the moved text embeddings."""

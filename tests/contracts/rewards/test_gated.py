@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models import EfficientNetLite0, Gated, PickScore, QwenYesNo, TransformersDetector
+from reward_models import Gated, PickScore, QwenYesNo, TransformersDetector
 from reward_models.backbones.reward_bases import choose_device, require_device
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -110,7 +110,7 @@ def test_what_it_cannot_use_is_refused():
 # Devices of reward models -------------------------------------------------------------------------
 
 
-MODELS = [PickScore, EfficientNetLite0, partial(QwenYesNo, "x"), partial(TransformersDetector, "x")]
+MODELS = [PickScore, partial(QwenYesNo, "x"), partial(TransformersDetector, "x")]
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:one", "meta"])

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models import Drift, JpegSize, PerFrame
-from reward_models.backbones.encoders import EfficientNetLite0, Encoder, find_packaged_weights
+from reward_models.backbones.encoders import EfficientNet, Encoder, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals import temporal
 from reward_models.signals.temporal import (
@@ -520,19 +520,23 @@ def test_safety_keeps_the_contract_and_knows_its_classes():
         NudeNet(num_frames=0)
 
 
+def efficientnet() -> EfficientNet:
+    encoder = EfficientNet()
+    encoder.read()
+    return encoder
+
+
 def test_efficientnet_has_the_published_number_of_weights():
     # 4.652 million in the paper's repository; with the buffers the file has 4,694,073 numbers.
-    encoder = EfficientNetLite0()
-    encoder.load()
-    assert sum(p.numel() for p in encoder.network.parameters()) == 4_652_008
-    assert sum(v.numel() for v in encoder.network.state_dict().values()) == 4_694_073
-    assert len(encoder.network.state_dict()) == 296
+    encoder = efficientnet()
+    assert sum(p.numel() for p in encoder.module.parameters()) == 4_652_008
+    assert sum(v.numel() for v in encoder.module.state_dict().values()) == 4_694_073
+    assert len(encoder.module.state_dict()) == 296
 
 
 def test_efficientnet_pads_like_tensorflow():
-    encoder = EfficientNetLite0()
-    encoder.load()
-    layer = encoder.network.conv_stem
+    encoder = efficientnet()
+    layer = encoder.module.conv_stem
     picture = torch.rand(1, 3, 6, 7, generator=torch.Generator().manual_seed(1))
     by_hand = torch.nn.functional.conv2d(
         torch.nn.functional.pad(picture, [1, 1, 0, 1]), layer.weight, stride=2
@@ -543,10 +547,10 @@ def test_efficientnet_pads_like_tensorflow():
 def test_efficientnet_computes_the_features_of_the_published_code():
     # Written out block by block from the paper's table, before timm's network replaced it.
     frames = torch.rand(2, 3, 256, 320, generator=torch.Generator().manual_seed(0))
-    encoder = EfficientNetLite0()
+    encoder = efficientnet()
     with torch.no_grad():
-        features = encoder.embed(frames)
-        logits = encoder.network.classifier(features)
+        features = encoder.embed_images(frames)
+        logits = encoder.module.classifier(features)
     top = features[0].topk(3)
     assert top.indices.tolist() == [455, 113, 434]
     torch.testing.assert_close(
@@ -561,19 +565,21 @@ def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(tmp_path):
     state["_conv_tail.weight"] = state.pop("_conv_head.weight")
     torch.save(state, tmp_path / "wrong.pth")
     with pytest.raises(ValueError, match="conv_head") as caught:
-        EfficientNetLite0(str(tmp_path / "wrong.pth"), device="cpu").load()
+        EfficientNet(str(tmp_path / "wrong.pth")).read()
     assert "conv_tail" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient():
-    encoder = EfficientNetLite0()
+    encoder = efficientnet()
     frames = example_batch(3).media[:, 0]
-    together = encoder.embed(frames)
-    assert together.shape == (3, encoder.width)
+    together = encoder.embed_images(frames)
+    assert together.shape == (3, 1280)
     assert together.std(0).max() > 1e-3
-    torch.testing.assert_close(encoder.embed(frames[1:2]), together[1:2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        encoder.embed_images(frames[1:2]), together[1:2], atol=1e-4, rtol=1e-4
+    )
     asking = frames[:1].clone().requires_grad_()
-    encoder.embed(asking).sum().backward()
+    encoder.embed_images(asking).sum().backward()
     assert asking.grad is not None
     assert asking.grad.abs().sum() > 0

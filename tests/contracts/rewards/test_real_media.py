@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from flowalign.types import MediaBatch, RewardModel
-from reward_models import OCR, Drift, EfficientNet, EfficientNetLite0, JpegSize, NudeNet, RapidOCR
+from reward_models import OCR, Drift, EfficientNet, JpegSize, NudeNet, RapidOCR
 from reward_models.signals.temporal import (
     DynamicDegree,
     FlowSmoothness,
@@ -61,11 +61,12 @@ def scores(model: RewardModel, batch: MediaBatch) -> torch.Tensor:
 
 
 def test_efficientnet_knows_what_is_on_photographs():
-    encoder = EfficientNetLite0()
+    encoder = EfficientNet()
+    encoder.read()
     frames = pixels(photo("coffee.png"), photo("chelsea.png", (600, 400)))[:, 0]
     with torch.no_grad():
-        features = encoder.embed(frames)
-        coffee, cat = encoder.network.classifier(features).softmax(1)
+        features = encoder.embed_images(frames)
+        coffee, cat = encoder.module.classifier(features).softmax(1)
     assert int(coffee.argmax()) == 967  # espresso
     assert coffee[967] > 0.8
     assert 504 in coffee.topk(5).indices  # coffee mug
