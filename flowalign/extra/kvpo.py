@@ -71,8 +71,7 @@ class KVPO(MatchingLoss):
             divergence = same.sum(1) * log_pi.exp() * (log_pi - log_ref)
             each = each + self.kl * divergence
             stats["group_kl"] = divergence.detach().mean()
-        loss = (batch["weight"] * each).mean()
-        return loss, stats | {"policy_loss": loss.detach()}
+        return self.mean(batch, each, stats)
 
     def _log_policy(
         self,

@@ -1,6 +1,5 @@
 """Train on pairs that differ in segments, inside a mask, or on the subject of the prompt."""
 
-from collections.abc import Set
 from dataclasses import dataclass, field
 
 from jaxtyping import Float
@@ -30,40 +29,27 @@ class DenseDPO(MatchingLoss):
     Source: DenseDPO, arXiv:2506.03517.
     """
 
+    reads = frozenset({"reference", "segments"})
     beta: PositiveFloat = 2000.0
     """DPO's beta. If one video is better in all segments, the loss equals DPO's."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return the reference and the segments; undecided pairs lower the loss at the start."""
-        return {"reference", "segments"}
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         reference = batch["reference"]
         gap = relative_gap(frame_error(batch["policy"]), frame_error(reference))
-        segments = _segments(batch, gap.shape[1])
+        segments = batch["segments"].chunk(2)[0]
+        if segments.shape != gap.shape:
+            raise ValueError(
+                f"segments label {segments.shape[1]} frames, the latents have {gap.shape[1]}"
+            )
         z, decided = segment_margin(gap, segments, self.beta), segments.any(1)
-        loss = (batch["weight"].chunk(2)[0] * decided * sigmoid_link(z)).mean()
         count = decided.sum().clamp(min=1)
-        stats = pair_stats(sample_error(batch["policy"]), sample_error(reference), self.beta)
-        return loss, stats | {
-            "policy_loss": loss.detach(),
+        stats = pair_stats(sample_error(batch["policy"]), sample_error(reference), self.beta) | {
             "implicit_accuracy": (z.detach() > 0).sum() / count,
             "margin": z.detach().sum() / count,
             "undecided": 1 - decided.float().mean(),
         }
-
-
-def _segments(batch: Batch, num_frames: int) -> Float[Tensor, "m F"]:
-    """Return the segment labels of a minibatch, one per latent frame."""
-    segments = batch["segments"].chunk(2)[0]
-    if segments.shape[1] != num_frames:
-        raise ValueError(
-            f"segments label {segments.shape[1]} frames, the latents have {num_frames}"
-        )
-    return segments
+        return self.mean(batch, decided * sigmoid_link(z), stats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +62,10 @@ class LocalDPO(MatchingLoss):
     The released code divides by the mask of the whole batch.
     """
 
+    reads = frozenset({"reference", "region", "region_strength"})
     beta: PositiveFloat = 5000.0
     sft: NonNegativeFloat = 0.1
     """Weight of the winner's error. 0: none."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return the reference and the region; errors of winners raise the loss at the start."""
-        return {"reference", "region", "region_strength"}
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
@@ -95,14 +76,10 @@ class LocalDPO(MatchingLoss):
             strength * masked_error(policy, region),
             strength * masked_error(reference, region),
         )
-        each = self._part(*everywhere) + self._part(*inside)
-        loss = (batch["weight"].chunk(2)[0] * each).mean()
-        masked = pair_stats(*inside, self.beta)
-        return loss, pair_stats(*everywhere, self.beta) | {
-            "policy_loss": loss.detach(),
-            "masked_accuracy": masked["implicit_accuracy"],
-            "masked_margin": masked["margin"],
-        }
+        masked, stats = pair_stats(*inside, self.beta), pair_stats(*everywhere, self.beta)
+        stats["masked_accuracy"] = masked["implicit_accuracy"]
+        stats["masked_margin"] = masked["margin"]
+        return self.mean(batch, self._part(*everywhere) + self._part(*inside), stats)
 
     def _part(
         self, policy: Float[Tensor, "n"], reference: Float[Tensor, "n"]
@@ -122,6 +99,7 @@ class FocusDPO(MatchingLoss):
     Source: FocusDPO, arXiv:2509.01181, a reconstruction because its weights are not published.
     """
 
+    reads = frozenset({"reference", "region"})
     beta: PositiveFloat = 5000.0
     floor: UnitInterval = 0.2
     """Weight of latent positions outside the subject, relative to the largest weight. 1: plain
@@ -140,12 +118,6 @@ class FocusDPO(MatchingLoss):
 
     @property
     @override
-    def needs(self) -> Set[str]:
-        """Return the reference and the region of the subject."""
-        return {"reference", "region"}
-
-    @property
-    @override
     def at_start(self) -> float:
         return self.link.at_start
 
@@ -155,8 +127,6 @@ class FocusDPO(MatchingLoss):
         policy = masked_error(batch["policy"], weights)
         reference = masked_error(batch["reference"], weights)
         margin = implicit_margin(relative_gap(policy, reference), self.beta)
-        loss = (batch["weight"].chunk(2)[0] * self.link.loss(margin)).mean()
-        return loss, pair_stats(policy, reference, self.beta) | {
-            "policy_loss": loss.detach(),
-            "focus": weights.flatten(1).amax(1).mean(),
-        }
+        stats = pair_stats(policy, reference, self.beta)
+        stats["focus"] = weights.flatten(1).amax(1).mean()
+        return self.mean(batch, self.link.loss(margin), stats)

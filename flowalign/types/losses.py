@@ -167,6 +167,8 @@ class MatchingLoss(ABC):
     """Whether the rows of a group must also have the same noise."""
     uses_places: ClassVar[bool] = False
     """Whether the loss uses the column `places` if there is one."""
+    reads: ClassVar[Set[str]] = frozenset({"reference"})
+    """Value of `needs`, if it does not depend on the settings."""
 
     def __post_init__(self) -> None:
         """Reject settings outside the ranges of their types, if the loss is a dataclass."""
@@ -178,9 +180,9 @@ class MatchingLoss(ABC):
 
         A loss that needs `group` gets all rows of a group in one micro-batch. It gathers once per
         micro-batch, so a group may span processes with equal numbers of micro-batches. Samples
-        without a needed label are dropped. Default: `reference`.
+        without a needed label are dropped.
         """
-        return {"reference"}
+        return self.reads
 
     @property
     def whole_batch(self) -> bool:
@@ -198,3 +200,8 @@ class MatchingLoss(ABC):
     @abstractmethod
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over pairs, or over rows if unpaired, and scalars for the log."""
+
+    def mean(self, batch: Batch, each: Float[Tensor, "m"], stats: Mapping[str, Tensor]) -> Loss:
+        """Return the weighted mean of the losses of rows, or of pairs, and the log with it."""
+        loss = (batch["weight"][: len(each)] * each).mean()
+        return loss, {**stats, "policy_loss": loss.detach()}

@@ -67,8 +67,7 @@ class AWM(MatchingLoss):
             distance = sample_error(batch["policy"] - batch["anchor"])
             each = each + self.anchor_weight * distance
             stats["anchor_distance"] = distance.detach().mean()
-        loss = (batch["weight"] * each).mean()
-        return loss, stats | {"policy_loss": loss.detach()}
+        return self.mean(batch, each, stats)
 
     def _log_ratio(self, batch: Batch) -> Float[Tensor, "n"]:
         sigma = batch["sigma"]

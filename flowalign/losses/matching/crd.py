@@ -90,5 +90,4 @@ class CRD(MatchingLoss):
             distance = sample_error(batch["policy"] - batch["reference"])
             each = each + adaptive_weight(optimal, self.kl, self.least_kl) * distance
             stats["reference_distance"] = distance.detach().mean()
-        loss = (batch["weight"] * each).mean()
-        return loss, stats | {"policy_loss": loss.detach()}
+        return self.mean(batch, each, stats)

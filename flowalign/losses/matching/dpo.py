@@ -97,14 +97,13 @@ class DPO(MatchingLoss):
         if isinstance(beta, AutoBeta):
             beta = beta.at(context.typical_margin)
         z = implicit_margin(relative_gap(policy, reference), beta)
-        weight = batch["weight"].chunk(2)[0]
-        stats = pair_stats(policy, reference, beta)
-        if self.margin:
-            shift, known = score_margin(batch["scores"], self.margin)
-            z, weight = beyond_scores(z, shift, self.margin_weight), weight * known
-            stats["margin_unknown"] = (~known).float().mean()
-        loss = (weight * self.link.loss(z)).mean()
-        return loss, stats | {"policy_loss": loss.detach(), "beta": loss.new_tensor(beta)}
+        stats = pair_stats(policy, reference, beta) | {"beta": z.new_tensor(beta)}
+        if not self.margin:
+            return self.mean(batch, self.link.loss(z), stats)
+        shift, known = score_margin(batch["scores"], self.margin)
+        stats["margin_unknown"] = (~known).float().mean()
+        each = known * self.link.loss(beyond_scores(z, shift, self.margin_weight))
+        return self.mean(batch, each, stats)
 
 
 def score_margin(

@@ -3,7 +3,6 @@
 Source: FDFO (finite difference flow optimization), arXiv:2603.12893, from the formulas of its code.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -58,20 +57,13 @@ class FDFO(MatchingLoss):
     """
 
     paired, velocity = False, True
-
+    reads = frozenset({"advantage", "contrast", "old"})
     clip: PositiveFloat = 0.03
     """Size c of the trust region of rho. Published: 0.03."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return advantages, contrasts and the old policy."""
-        return {"advantage", "contrast", "old"}
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         change = batch["policy"] - batch["old"]
         gain, direction = batch["advantage"], batch["contrast"]
         each = simple_policy_loss(change, direction, gain, self.clip)
-        loss = (batch["weight"] * each).mean()
-        return loss, {"policy_loss": loss.detach(), "gain": gain.abs().mean()}
+        return self.mean(batch, each, {"gain": gain.abs().mean()})

@@ -3,12 +3,9 @@
 Source: Diffusion-KTO, arXiv:2404.04465, and code of jacklishufan/diffusion-kto.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
@@ -23,18 +20,12 @@ class KTO(MatchingLoss):
     """Mean of weight * kto over rows, with the mean gain over all processes as baseline."""
 
     paired = False
-
+    reads = frozenset({"reference", "desirable"})
     beta: PositiveFloat = 1000.0
     """Scale of the full error difference; equals DPO's beta / 2."""
     utility: Utility = "sigmoid"
     desirable_weight: PositiveFloat = 1.0
     undesirable_weight: PositiveFloat = 1.0
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return the reference and the labels."""
-        return {"reference", "desirable"}
 
     @property
     @override
@@ -55,20 +46,14 @@ class KTO(MatchingLoss):
         baseline = kto_baseline(context.gather(gain))
         each = kto(gain, batch["desirable"], baseline, self.beta, self.utility)
         weight = torch.where(batch["desirable"], self.desirable_weight, self.undesirable_weight)
-        loss = (batch["weight"] * weight * each).mean()
-        return loss, self._stats(gain.detach(), batch["desirable"], baseline) | {
-            "policy_loss": loss.detach()
-        }
-
-    def _stats(
-        self, gain: Float[Tensor, "n"], desirable: Bool[Tensor, "n"], baseline: Float[Tensor, ""]
-    ) -> dict[str, Tensor]:
-        """Return scalars for the log; a margin is positive if the gain agrees with the label."""
-        margin = self.beta * torch.where(desirable, gain - baseline, baseline - gain)
-        return {
+        gain = gain.detach()
+        # A margin is positive if the gain agrees with the label.
+        margin = self.beta * torch.where(batch["desirable"], gain - baseline, baseline - gain)
+        stats = {
             "baseline": baseline,
             "implicit_accuracy": (margin > 0).float().mean(),
             "margin": margin.mean(),
             "margin_abs": gain.abs().mean(),
             "drift": -gain.mean(),
         }
+        return self.mean(batch, weight * each, stats)

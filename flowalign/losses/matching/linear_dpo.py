@@ -31,9 +31,7 @@ class LinearDPO(MatchingLoss):
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         policy, reference = sample_errors(batch)
         each = linear_dpo(policy, reference, self.beta, self.floor)
-        loss = (batch["weight"].chunk(2)[0] * each).mean()
         gap = relative_gap(policy.detach(), reference)
-        return loss, pair_stats(policy, reference, self.beta) | {
-            "policy_loss": loss.detach(),
-            "linear_weight": linear_weight(gap, self.beta, self.floor).mean(),
-        }
+        stats = pair_stats(policy, reference, self.beta)
+        stats["linear_weight"] = linear_weight(gap, self.beta, self.floor).mean()
+        return self.mean(batch, each, stats)

@@ -3,7 +3,6 @@
 Source: MaPO, arXiv:2406.06424, and code of mapo-t2i/mapo.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -22,9 +21,11 @@ class MaPO(MatchingLoss):
 
     At the published scale the margin saturates early and only fine-tuning on winners remains. With
     errors 0.5 and 0.6, for example, the margin's gradient is 3e-9 of the winner's. The margin only
-    affects pairs with an error difference below about 0.02 and pairs in the wrong order.
+    affects pairs with an error difference below about 0.02 and pairs in the wrong order. Without a
+    reference, half of DPO's network evaluations are saved.
     """
 
+    reads = frozenset()
     beta: PositiveFloat = 0.1
     """Weight of the margin."""
     scale: PositiveFloat = 1000.0
@@ -32,12 +33,6 @@ class MaPO(MatchingLoss):
     differences. Published: 1000."""
     s: PositiveFloat = 0.5
     """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return nothing: without a reference, half of DPO's network evaluations are saved."""
-        return frozenset()
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
@@ -47,11 +42,10 @@ class MaPO(MatchingLoss):
         """
         policy = sample_error(batch["policy"])
         each = mapo(policy, self.beta, self.scale, self.s)
-        loss = (batch["weight"].chunk(2)[0] * each).mean()
         margin = mapo_margin(policy.detach(), self.scale, self.s)
-        return loss, error_stats(policy) | {
-            "policy_loss": loss.detach(),
+        stats = {
             "margin": margin.mean(),
             "margin_pull": (-margin).sigmoid().mean(),
             "ranking_accuracy": (margin > 0).float().mean(),
         }
+        return self.mean(batch, each, error_stats(policy) | stats)

@@ -4,7 +4,7 @@ Source: MEND, arXiv:2610.05954, and code of shreshthsaini/MEND-RL.
 """
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,15 +97,9 @@ class MEND(MatchingLoss):
     """
 
     paired, velocity = False, True
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return the moves of the samples."""
-        return {"ascent"}
+    reads = frozenset({"ascent"})
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         """Return the mean loss over rows, and detached scalars for the log."""
-        loss = (batch["weight"] * mend(batch["policy"], batch["ascent"], batch["sigma"])).mean()
-        return loss, {"policy_loss": loss.detach()}
+        return self.mean(batch, mend(batch["policy"], batch["ascent"], batch["sigma"]), {})

@@ -3,7 +3,6 @@
 Source: DiffusionNFT, arXiv:2509.16117, and code of NVlabs/DiffusionNFT.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -25,18 +24,12 @@ class NFT(MatchingLoss):
     """
 
     paired, velocity, uses_places = False, True, True
-
+    reads = frozenset({"advantage", "old"})
     beta: PositiveFloat = 1.0
     """Distance of the implicit policies from the old one, in units of the policy's distance.
     Published: 1, and 0.1 for text rendering and for several rewards."""
     advantage_max: PositiveFloat = 5.0
     """Advantage above which a sample counts as optimal; also the scale of the loss."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return advantages and the old policy."""
-        return {"advantage", "old"}
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
@@ -46,10 +39,6 @@ class NFT(MatchingLoss):
         if "places" in batch:
             local = optimality(batch["places"], self.advantage_max)
             each = nft_of_places(batch["policy"], old, sigma, local, self.beta)
-        each = self.advantage_max * each
-        loss = (batch["weight"] * each).mean()
-        return loss, {
-            "policy_loss": loss.detach(),
-            "error": sample_error(batch["policy"].detach()).mean(),
-            "optimality": optimal.mean(),
-        }
+        error = sample_error(batch["policy"].detach()).mean()
+        stats = {"error": error, "optimality": optimal.mean()}
+        return self.mean(batch, self.advantage_max * each, stats)

@@ -70,8 +70,7 @@ class OPD(MatchingLoss):
             distance = self._kl(batch["policy"] - batch["reference"], batch)
             each = each + self.anchor * distance
             stats["anchor_kl"] = distance.detach().mean()
-        loss = (batch["weight"] * each).mean()
-        return loss, stats | {"policy_loss": loss.detach()}
+        return self.mean(batch, each, stats)
 
     def _kl(self, gap: Float[Tensor, "n *latent"], batch: Batch) -> Float[Tensor, "n"]:
         """Return the KL between two steps with a velocity difference of `gap`."""

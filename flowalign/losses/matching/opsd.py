@@ -3,7 +3,6 @@
 Source: DiffusionOPSD, arXiv:2608.24646, and code of worldbench/DiffusionOPSD.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -44,18 +43,12 @@ class OPSD(MatchingLoss):
     """
 
     paired, velocity = False, True
-
+    reads = frozenset({"advantage", "ascent", "descent"})
     beta: PositiveFloat = 1.0
     """Distance of the implicit policies from the old one, in units of the policy's distance.
     Published: 1, and 0.1 for three rewards."""
     advantage_max: PositiveFloat = 5.0
     """Advantage above which a sample counts as optimal; also the scale of the loss."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return advantages and the displacements of the targets."""
-        return {"advantage", "ascent", "descent"}
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
@@ -63,11 +56,7 @@ class OPSD(MatchingLoss):
         change = -per_row(batch["sigma"], batch["policy"]) * batch["policy"]
         up, down = batch["ascent"], batch["descent"]
         each = self.advantage_max * opsd(change, up, down, optimal, self.beta)
-        loss = (batch["weight"] * each).mean()
         moved = change.detach().flatten(1)
         agreement = (moved * up.flatten(1)).sum(1) / up.flatten(1).square().sum(1).clamp(min=1e-12)
-        return loss, {
-            "policy_loss": loss.detach(),
-            "optimality": optimal.mean(),
-            "progress_to_target": agreement.mean(),
-        }
+        stats = {"optimality": optimal.mean(), "progress_to_target": agreement.mean()}
+        return self.mean(batch, each, stats)

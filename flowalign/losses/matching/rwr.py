@@ -3,7 +3,7 @@
 Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, with equal weight at all times.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class RWR(WeightedFit):
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
     """
 
+    reads = frozenset({"scores"})
     rewards: Mapping[str, FiniteFloat]
     """Weight of each reward dimension."""
     temperature: PositiveFloat = 1.0
@@ -37,12 +38,6 @@ class RWR(WeightedFit):
         super().__post_init__()
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one score dimension and its weight")
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return the scores."""
-        return {"scores"}
 
     @override
     def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:

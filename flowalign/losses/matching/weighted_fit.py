@@ -1,7 +1,7 @@
 """Fit single samples with a weight for each row."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,20 +16,14 @@ class WeightedFit(MatchingLoss):
     """Mean of weight * w * l over rows, where a subclass defines w; it needs no pairs."""
 
     paired = False
+    reads = frozenset()
 
     @abstractmethod
     def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
         """Return the weight w of each row, and scalars for the log."""
 
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return nothing, because each row has its own weight."""
-        return frozenset()
-
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
         weight, stats = self.weigh(batch)
         error = sample_error(batch["policy"])
-        loss = (batch["weight"] * weight * error).mean()
-        return loss, {"policy_loss": loss.detach(), "error": error.detach().mean(), **stats}
+        return self.mean(batch, weight * error, {"error": error.detach().mean(), **stats})
