@@ -10,7 +10,7 @@ model and the surrogate, and away from those of the fake score.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,35 +29,17 @@ from flowalign.functional.distribution_matching import (
 )
 from flowalign.functional.noise_matching import sample_error
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import RolloutOutputs, sample
-from flowalign.sampling.sampling_settings import Sampling
-from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.engine import EngineLoop, StepData, Term, WeightChecks, make_update
 from flowalign.training.recipe import Log
 from flowalign.training.reference import find_scale
-from flowalign.training.rollouts.advantages import AdvantageEstimator, outcome_credit
-from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.training.rollouts.collecting import CreditedRollouts
 from flowalign.types import Batch
 from flowalign.types.losses import Loss
-from flowalign.types.trajectory import Completion
-from flowalign.utils.seeds import generator
 
 Key = tuple[int, str, int, int]
 """Seed, purpose, training step and update, which together seed a draw."""
 BoundaryLoss = Callable[[int, Tensor, Key], Loss]
 """Function that returns the mean loss of some samples at a boundary, and scalars for the log."""
-
-
-@dataclass(frozen=True)
-class ScoredSamples:
-    """Advantages of this process's samples."""
-
-    advantage: Float[Tensor, "n"]
-    """Clipped advantage of each sample within its group."""
-    trained: Int[Tensor, "m"]
-    """Indices of the samples with known rewards."""
-    total: int
-    """Number of samples with known rewards over all processes."""
 
 
 class TDMLoop(EngineLoop[Boundaries]):
@@ -72,65 +54,50 @@ class TDMLoop(EngineLoop[Boundaries]):
         log: Log = lambda _: None,
     ):
         self.cfg, self.roles, self.rewards, self.requests = cfg, roles, rewards, requests
-        self.seed, self.processes = requests.seed, roles.generator.processes
-        surrogate = cfg.surrogate
-        self.estimator = (
-            AdvantageEstimator(surrogate.advantages, rewards, self.processes) if surrogate else None
-        )
+        self.seed = requests.seed
+        self.rollouts = CreditedRollouts(cfg.rollouts, roles.generator, rewards, self.seed)
 
         learners = roles.trained.values()
         self.checks = [WeightChecks(each, cfg.on_failed_check, log) for each in learners]
 
     @override
     def data(self, steps: Sequence[int]) -> Iterator[StepData[Boundaries]]:
-        return (StepData(self._sample(step), self.cfg.num_samples) for step in steps)
+        return (StepData(self._sample(step), self.cfg.examples_per_step) for step in steps)
 
     @override
     def train(self, step: int, data: Boundaries) -> dict[str, float]:
         """Make the updates of all roles, and return the metrics of each role's last update."""
-        cfg, roles, metrics = self.cfg, self.roles, dict[str, float]()
+        cfg, metrics = self.cfg, dict[str, float]()
         everyone = torch.arange(len(data.trajectory.requests))
         for update in range(cfg.fake.updates):
             key = self.seed, "fake", step, update
             loss = partial(self._fake_loss, data)
-            metrics |= self._update("fake", data, everyone, cfg.num_samples, loss, key)
-        if cfg.surrogate and roles.surrogate:
-            scored, found = self._score(data, cfg.surrogate)
-            loss = self._surrogate_loss(data, scored, cfg.surrogate)
-            key = self.seed, "surrogate", step, 0
-            metrics |= found
-            metrics |= self._update("surrogate", data, scored.trained, scored.total, loss, key)
+            metrics |= self._update("fake", data, everyone, cfg.examples_per_step, loss, key)
+        if cfg.surrogate:
+            estimate = self.rollouts.estimate(data.values)
+            self.rollouts.estimator.learn(estimate.gathered.outcome)
+            local, trained = estimate.gathered.local, estimate.train_mask[:, 0]
+            loss = self._surrogate_loss(data, estimate.advantage[local, 0], cfg.surrogate)
+            key, kept = (self.seed, "surrogate", step, 0), trained[local].nonzero()[:, 0]
+            metrics |= estimate.metrics
+            metrics |= self._update("surrogate", data, kept, int(trained.sum()), loss, key)
         loss, key = partial(self._generator_loss, data), (self.seed, "generator", step, 0)
-        return metrics | self._update("generator", data, everyone, cfg.num_samples, loss, key)
+        return metrics | self._update("generator", data, everyone, cfg.examples_per_step, loss, key)
 
     @override
     def state(self) -> dict[str, Any]:
-        return self.estimator.state() if self.estimator else {}
+        return self.rollouts.state()
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        if self.estimator:
-            self.estimator.restore(state)
+        self.rollouts.restore(state)
 
     def _sample(self, step: int) -> Boundaries:
         """Return this process's trajectories of a step."""
-        cfg = self.cfg
-        requests = self.requests.batch(step, cfg.prompts_per_step)
-        local = self.processes.share(range(len(requests)))
-        trajectory = sample(
-            self.roles.generator.policy,
-            [requests[i] for i in local],
-            Sampling(
-                num_steps=cfg.num_steps,
-                samples_per_prompt=cfg.samples_per_prompt,
-                sde_window=NoSteps(),
-                micro_batch=cfg.micro_batch,
-            ),
-            (),
-            [generator(self.seed, "noise", step, i) for i in local],
-            keep=RolloutOutputs(),
-        )
-        return Boundaries(trajectory, local[0] * cfg.samples_per_prompt, cfg.query == "above")
+        cfg, count = self.cfg, self.cfg.prompts_per_step
+        values = self.rollouts.sample(self.requests.batch(step, count), step)
+        first = self.roles.generator.processes.share(range(count))[0] * cfg.samples_per_prompt
+        return Boundaries(values, first, cfg.query == "above")
 
     def _update(
         self,
@@ -167,7 +134,7 @@ class TDMLoop(EngineLoop[Boundaries]):
         return loss, {"loss": loss.detach(), "importance": weight.mean()}
 
     def _surrogate_loss(
-        self, drawn: Boundaries, scored: ScoredSamples, cfg: RewardSurrogate
+        self, drawn: Boundaries, advantage: Float[Tensor, "n"], cfg: RewardSurrogate
     ) -> BoundaryLoss:
         """Return the preference loss of the surrogate, with shared noise for each group."""
         fields, size = self.roles.fields, drawn.trajectory.group_size
@@ -185,7 +152,7 @@ class TDMLoop(EngineLoop[Boundaries]):
                 reference, slow = residual("reference"), residual("slow")
             columns = {
                 "weight": torch.ones_like(at.t),
-                "advantage": scored.advantage[part].to(at.t),
+                "advantage": advantage[part].to(at.t),
                 "group": (part // size).to(at.t.device),
                 "policy": residual("surrogate"),
                 "reference": reference,
@@ -221,25 +188,3 @@ class TDMLoop(EngineLoop[Boundaries]):
         stats = {f"loss/{name}": each.detach().mean() for name, each in losses.items()}
         gap = sample_error(real - fake).mean()
         return loss, stats | {"policy_loss": loss.detach(), "real_minus_fake": gap}
-
-    def _score(
-        self, drawn: Boundaries, cfg: RewardSurrogate
-    ) -> tuple[ScoredSamples, dict[str, float]]:
-        """Score the finished samples, and return their advantages and metrics."""
-        estimator, trajectory = self.estimator, drawn.trajectory
-        assert estimator is not None
-        policy, size = self.roles.generator.policy, self.cfg.micro_batch
-        values = CompletionValues(
-            policy, self.rewards, trajectory, lambda _: {}, Completion(), size
-        )
-        outcome = values([trajectory.num_steps])[:, 0]
-        credited, transform = outcome, cfg.advantages.value_transform
-        if transform:
-            credited = transform(outcome, self.rewards.dims, trajectory.requests)
-        credit = outcome_credit(credited, trajectory.group_size)
-        estimate = estimator.estimate(credit, outcome, trajectory.group_size)
-        estimator.learn(estimate.gathered.outcome)
-        local, trained = estimate.gathered.local, estimate.train_mask[:, 0]
-        kept = trained[local].nonzero()[:, 0]
-        scored = ScoredSamples(estimate.advantage[local, 0], kept, int(trained.sum()))
-        return scored, dict(estimate.metrics)

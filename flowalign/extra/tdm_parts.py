@@ -12,10 +12,14 @@ from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.transition import per_row
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.rewards.checked import OnFailure as OnFailedReward
+from flowalign.sampling.sampling_settings import Sampling
+from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.engine import OnFailedCheck
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import EMA, Ramp, TrainedWeights, guide
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
+from flowalign.training.rollouts.rollout_settings import RolloutSettings
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, Cond, Trajectory, VelocityField
 from flowalign.types.ranges import (
     DenoisingSteps,
@@ -129,21 +133,33 @@ class TDMSettings:
                 f"{self.samples_per_prompt} samples of a prompt: make it at least as large"
             )
         surrogate.advantages.refuse_extremes("recipe.surrogate", "all samples of a group count")
-        if surrogate.advantages.scale == "given":
-            raise ValueError(
-                "recipe.surrogate.advantages.scale is given, but rewards need comparison: choose "
-                "from group, batch, joint, pooled, none, leave_one_out"
-            )
+        self.rollouts.requirements(())
 
     @property
-    def num_samples(self) -> int:
+    def rollouts(self) -> RolloutSettings:
+        """Return the settings of the generator's deterministic trajectories."""
+        return RolloutSettings(
+            prompts_per_step=self.prompts_per_step,
+            sampling=Sampling(
+                num_steps=self.num_steps,
+                samples_per_prompt=self.samples_per_prompt,
+                sde_window=NoSteps(),
+                micro_batch=self.micro_batch,
+            ),
+            advantages=self.surrogate.advantages if self.surrogate else AdvantageConfig(),
+            key="recipe.surrogate",
+            keeps="all",
+        )
+
+    @property
+    def examples_per_step(self) -> int:
         """Return the number of samples per step, over all processes."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def rows(self) -> int:
         """Return the number of boundaries per step, over all processes."""
-        return self.num_samples * self.num_steps
+        return self.examples_per_step * self.num_steps
 
     @property
     def samples_together(self) -> int:
@@ -233,13 +249,18 @@ class RenoisedBoundaries:
 class Boundaries:
     """Trajectories of one step on this process, with their boundaries."""
 
-    trajectory: Trajectory
-    """Deterministic trajectories with all their states."""
+    values: CompletionValues
+    """Deterministic trajectories with all their states, and the rewards of their samples."""
     first: int
     """Global position of this process's first sample."""
     above: bool
     """Whether boundaries are renoised up to the highest level instead of the start of their
     step."""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Return the trajectories."""
+        return self.values.trajectory
 
     @property
     def num_steps(self) -> int:

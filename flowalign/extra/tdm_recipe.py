@@ -51,11 +51,6 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
 
     @property
     @override
-    def examples_per_step(self) -> int:
-        return self.num_samples
-
-    @property
-    @override
     def sampler(self) -> tuple[int, int]:
         return self.num_steps, self.micro_batch
 
@@ -121,7 +116,7 @@ class TDM(TrainingPrompts, TDMSettings, Recipe):
         }
 
     def _work(self, run: RunContext) -> StepWork:
-        decodes = self.num_samples if self.surrogate else 0
+        decodes = self.examples_per_step if self.surrogate else 0
         return StepWork(
             evaluations=self.evaluations(run.policy),
             decodes=decodes,

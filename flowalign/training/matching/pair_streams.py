@@ -1,12 +1,11 @@
 """Pair samples of the policy for online DPO, by their outcomes or by the credit of each step.
 
-requests -> samples -> rewards -> pairs
 requests -> trajectories -> credit -> advantages -> pairs of each step, with weights
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,141 +13,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.preference.preference_data import Rule
-from flowalign.data.requests import Requests
-from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
-from flowalign.training.learner import Learner
-from flowalign.training.matching.noising import num_examples, pairs_of
-from flowalign.training.matching.source import (
-    BatchStream,
-    CreditedStream,
-    StepAdvantages,
-    StepExamples,
-)
-from flowalign.training.rollouts.advantages import (
-    AdvantageEstimate,
-    AdvantageEstimator,
-    mask_unused_rewards,
-    outcome_credit,
-)
-from flowalign.training.rollouts.collecting import compute_credit
-from flowalign.training.rollouts.rollout_settings import RolloutSettings
-from flowalign.types import Batch, Request, StepCredit, Trajectory, encode_requests
+from flowalign.sampling.rollout import empty_trajectory
+from flowalign.training.matching.noising import pairs_of
+from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
+from flowalign.training.rollouts.advantages import AdvantageEstimate
+from flowalign.training.rollouts.collecting import completion_values, compute_credit
+from flowalign.training.rollouts.state_values import CompletionValues
+from flowalign.types import Batch, Request, StepCredit, encode_requests
 from flowalign.types.trajectory import take_rows
-from flowalign.utils.costs import stage
 from flowalign.utils.seeds import generator
-
-
-class OutcomePairStream(BatchStream):
-    """Stream of pairs from deterministic samples of the current policy."""
-
-    def __init__(
-        self,
-        cfg: RolloutSettings,
-        learner: Learner,
-        rewards: Rewards,
-        requests: Requests,
-        rule: Rule,
-    ):
-        self.cfg, self.rewards, self.requests = cfg, rewards, requests
-        self.policy, self.processes, self.rule = learner.policy, learner.processes, rule
-        self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return self.estimator.state()
-
-    @override
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.estimator.restore(state)
-
-    @override
-    def batch(self, step: int) -> StepExamples:
-        cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
-        local = list(self.processes.share(range(len(requests))))
-        asked = [requests[i] for i in local]
-        latents, scores = self._sample(step, asked, local)
-        estimate = self._estimate(scores, asked)
-        total = estimate.advantage.masked_fill(~estimate.train_mask, torch.nan)
-        weights = self.estimator.weights
-        better = scores[:, weights != 0] * weights[weights != 0].sign()
-        sides = [
-            self.rule.pairs(values, value)
-            for values, value in zip(
-                better.split(cfg.sampling.samples_per_prompt),
-                total[estimate.gathered.local, 0].split(cfg.sampling.samples_per_prompt),
-                strict=True,
-            )
-        ]
-        examples = self._pair(latents, scores, asked, sides)
-        counts = self.processes.gather(torch.tensor([num_examples(examples)]))
-        first = int(counts[: self.processes.rank].sum())
-        metrics = {**estimate.metrics, "pairs": float(counts.sum())}
-        self.estimator.learn(estimate.gathered.outcome)
-        return StepExamples(examples, first, int(counts.sum()), metrics)
-
-    def _estimate(
-        self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
-    ) -> AdvantageEstimate:
-        """Return the advantages of the transformed rewards, compared over all processes."""
-        size, transform, value = (
-            self.cfg.sampling.samples_per_prompt,
-            self.cfg.advantages.value_transform,
-            scores,
-        )
-        of_each = [request for request in requests for _ in range(size)]
-        if transform:
-            value = transform(scores, self.rewards.dims, of_each)
-        value = mask_unused_rewards(value, self.rewards.dims, of_each)
-        return self.estimator.estimate(outcome_credit(value, size), scores, size)
-
-    def _sample(
-        self, step: int, requests: Sequence[Request], places: Sequence[int]
-    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
-        """Return K samples of each request, and all their rewards."""
-        cfg, policy, copies = self.cfg, self.policy, range(self.cfg.sampling.samples_per_prompt)
-        repeated = [request for request in requests for _ in copies]
-        seed, size = self.requests.seed, cfg.sampling.micro_batch
-        seeds = [generator(seed, "rollout", step, i, k) for i in places for k in copies]
-        latents = generate(policy, repeated, cfg.sampling.num_steps, seeds, size)
-        scoring = self.rewards.scoring()
-        groups = [i for i in places for _ in copies]
-        for start in range(0, len(repeated), size):
-            part = slice(start, start + size)
-            with stage("decode"):
-                batch = self.rewards.decode(policy, latents[part], repeated[part], groups[part])
-            self.rewards.costs.decodes += len(batch)
-            scoring.add(batch)
-        output = scoring.result()
-        if self.rewards.on_failure == "raise":
-            self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i].prompt!r}")
-        return latents, output.values.float()
-
-    def _pair(
-        self,
-        latents: Float[Tensor, "n *latent"],
-        scores: Float[Tensor, "n R"],
-        requests: Sequence[Request],
-        found: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]],
-    ) -> Batch:
-        """Return the winners of all requests, then their losers."""
-        starts = range(0, len(latents), self.cfg.sampling.samples_per_prompt)
-        offset = zip(found, starts, strict=True)
-        winners, losers = (
-            torch.cat([side + start for side, start in zip(sides, starts, strict=True)])
-            for sides in zip(*(pair for pair, _ in offset), strict=True)
-        )
-        rows = torch.cat([winners, losers])
-        owner = (rows // self.cfg.sampling.samples_per_prompt).to(latents.device)
-        cond = encode_requests(self.policy, requests)
-        return pairs_of(
-            {
-                "latents": latents[rows.to(latents.device)],
-                "cond": {name: value[owner] for name, value in cond.items()},
-                "scores": dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
-            }
-        )
-
 
 StepWeighting = Literal["gap", "equal"]
 """Weights of the pairs of a step. gap: lead of the winner's advantage, divided by the mean lead of
@@ -176,10 +50,10 @@ def pair_steps(
 ) -> StepPairs:
     """Pair the transitions of each step within their groups by `rule`.
 
-    Samples that meet at several steps in the same order are one pair. Pairs are sorted by their
-    winner's row, so the pairs of a prompt are consecutive. `credit` holds dimensions
-    in which higher is better. Source: SPO, arXiv:2406.04314, pairs siblings of equal steps; other
-    rules, groups and credit methods are our choice.
+    Samples that meet at several steps in the same order are one pair. The pairs of a prompt are
+    consecutive, in the order of the rule or, for several steps, of their winners' rows. `credit`
+    holds dimensions in which higher is better. Source: SPO, arXiv:2406.04314, pairs siblings of
+    equal steps; other rules, groups and credit methods are our choice.
     """
     gaps: dict[tuple[int, int], Tensor] = {}
     for k in range(mask.shape[1]):
@@ -190,7 +64,7 @@ def pair_steps(
                 gap = gaps.setdefault((winner, loser), advantage.new_zeros(mask.shape[1]))
                 gap[k] = advantage[winner, k] - advantage[loser, k]
     # Noise depends on a pair's position, so the order must not depend on the number of processes.
-    pairs = sorted(gaps)
+    pairs = [*gaps] if mask.shape[1] == 1 else sorted(gaps)
     winners, losers = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
     none = advantage.new_zeros(0, mask.shape[1])
     return StepPairs(winners, losers, torch.stack([gaps[p] for p in pairs]) if pairs else none)
@@ -212,8 +86,8 @@ def weigh_gaps(gap: Float[Tensor, "m T"], mean: float, how: StepWeighting) -> Fl
 
 
 @dataclass(eq=False)
-class StepPairStream(CreditedStream):
-    """Stream of pairs from credited rollouts of the current policy."""
+class PairStream(CreditedStream):
+    """Stream of pairs of the current policy's samples, which are deterministic without credit."""
 
     rule: Rule
     step_weight: StepWeighting
@@ -221,22 +95,38 @@ class StepPairStream(CreditedStream):
     @override
     def batch(self, step: int) -> StepExamples:
         requests = self.requests.batch(step, self.cfg.prompts_per_step)
-        values, processes = self.rollouts.sample(requests, step), self.learner.processes
+        credited, processes = self.cfg.credit is not None, self.learner.processes
+        sample = self.rollouts.sample if credited else self._generate
+        values = sample(requests, step)
         credit = compute_credit(self.cfg, values)
         estimate = self.rollouts.estimate(values, credit)
         pairs = self._pairs(credit, estimate)
-        metrics = {**estimate.metrics, **estimate.size_metrics}
-        metrics |= self.rollouts.learn(requests, values, estimate)
-        trajectory, gap = values.trajectory, pairs.gap
+        metrics = {**estimate.metrics, **self.rollouts.learn(requests, values, estimate)}
+        gap, examples = pairs.gap, self._examples(values, pairs)
         counts = processes.gather(torch.tensor([[len(gap), (gap > 0).sum()]]))
         first, (total, trained) = int(counts[: processes.rank, 0].sum()), counts.sum(0).tolist()
+        metrics["pairs"] = float(total)
+        if not credited:
+            return StepExamples(examples, first, total, metrics)
         mean = float(processes.gather(gap.sum()[None]).sum()) / max(trained, 1)
-        metrics |= {"pairs": float(total), "pair_steps": float(trained), "pair_gap": mean}
-        scores = values([trajectory.num_steps])[:, 0]
-        examples = self._examples(trajectory, pairs, scores)
+        metrics |= {**estimate.size_metrics, "pair_steps": float(trained), "pair_gap": mean}
         weight = weigh_gaps(gap, mean, self.step_weight)
-        steps = StepAdvantages(trajectory.sigmas.cpu(), None, gap > 0, weight=weight)
+        sigmas = values.trajectory.sigmas.cpu()
+        steps = StepAdvantages(sigmas, None, gap > 0, weight=weight)
         return StepExamples(examples, first, total, metrics, steps)
+
+    def _generate(self, requests: Sequence[Request], step: int) -> CompletionValues:
+        """Return the values of samples, each drawn from noise of its own."""
+        cfg, policy, seed = self.cfg.sampling, self.learner.policy, self.requests.seed
+        places = self.learner.processes.share(range(len(requests)))
+        asked, copies = [requests[i] for i in places], range(cfg.samples_per_prompt)
+        draws = [generator(seed, "rollout", step, i, k) for i in places for k in copies]
+        empty = empty_trajectory(cfg, (), asked, policy.schedule(cfg.num_steps))
+        latents = generate(policy, empty.requests, cfg.num_steps, draws, cfg.micro_batch)
+        trajectory = replace(
+            empty, cond=encode_requests(policy, asked), states={cfg.num_steps: latents}
+        )
+        return completion_values(self.cfg, self.learner, self.rewards, trajectory)
 
     def _pairs(self, credit: StepCredit, estimate: AdvantageEstimate) -> StepPairs:
         """Return the pairs of this process's samples."""
@@ -245,15 +135,14 @@ class StepPairStream(CreditedStream):
         advantage, mask = estimate.advantage[local], estimate.train_mask[local]
         return pair_steps(self.rule, better, advantage, credit.group, mask)
 
-    def _examples(
-        self, trajectory: Trajectory, pairs: StepPairs, scores: Float[Tensor, "n R"]
-    ) -> Batch:
+    def _examples(self, values: CompletionValues, pairs: StepPairs) -> Batch:
         """Return the winners, then the losers."""
-        rows, dims = torch.cat([pairs.winner, pairs.loser]), self.rewards.dims
+        rows, trajectory = torch.cat([pairs.winner, pairs.loser]), values.trajectory
+        scores = values([trajectory.num_steps])[rows, 0].float()
         return pairs_of(
             {
                 "latents": trajectory.state(trajectory.num_steps, rows),
                 "cond": take_rows(trajectory.cond, trajectory.prompt[rows].to(trajectory.device)),
-                "scores": dict(zip(dims, scores[rows].float().unbind(1), strict=True)),
+                "scores": dict(zip(self.rewards.dims, scores.unbind(1), strict=True)),
             }
         )

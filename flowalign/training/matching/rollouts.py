@@ -16,13 +16,8 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
-from flowalign.training.matching.pair_streams import (
-    OutcomePairStream,
-    StepPairStream,
-    StepWeighting,
-    count_pairs,
-)
-from flowalign.training.matching.source import BatchStream, DataSource, StreamContext
+from flowalign.training.matching.pair_streams import PairStream, StepWeighting, count_pairs
+from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import (
     RecipePlan,
     RunContext,
@@ -153,7 +148,7 @@ class Rollouts(TrainingPrompts, DataSource):
         return plan_credited(self.rollouts, run, model, world, pairs)
 
     @override
-    def open(self, learner: Learner, context: StreamContext) -> BatchStream:
+    def open(self, learner: Learner, context: StreamContext) -> PairStream:
         """Return the stream, which samples each batch at its step.
 
         Raises:
@@ -162,10 +157,8 @@ class Rollouts(TrainingPrompts, DataSource):
         check_prompts_per_step(self.key, self.prompts_per_step, learner.processes.world)
         rewards = replace(context.rewards, on_failure=self.on_failed_reward)
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
-        common = self.rollouts, learner, rewards, requests, self.rule
-        if self.credit is None:
-            return OutcomePairStream(*common)
-        return StepPairStream(*common, self.step_weight)
+        rule, weight = self.rule, self.step_weight
+        return PairStream(self.rollouts, learner, rewards, requests, rule, weight)
 
     def _check_credit(self) -> None:
         """Raise ValueError if settings for credit are unused, or do not fit the credit method."""

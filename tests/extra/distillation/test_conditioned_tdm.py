@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from flowalign.extra import TDM, RewardWords
-from flowalign.extra import tdm_loop as module
 from flowalign.training.recipe import RunContext
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_learner, new_rewards
@@ -30,17 +29,9 @@ def test_the_generator_is_asked_with_the_words_of_the_run(tmp_path, monkeypatch)
     cfg = TDM(prompts=str(prompts), prompts_per_step=2, num_steps=2, real_guidance=1.0)
     run = context(words("redness"))
     cfg.check(run)
-    asked = []
-    sample = module.sample
-
-    def spy(policy, requests, *others, **settings):
-        asked.extend(request.policy_request.prompt for request in requests)
-        return sample(policy, requests, *others, **settings)
-
-    monkeypatch.setattr(module, "sample", spy)
     opened = cfg.open(run, new_learner(run.policy), Path(tmp_path), lambda _: None)
-    list(opened.run([0]))
-    assert sorted(asked) == ["<warm> a", "<warm> bb"]
+    drawn = next(opened.data([0])).data.trajectory
+    assert sorted(r.policy_request.prompt for r in drawn.requests) == ["<warm> a", "<warm> bb"]
 
 
 def test_words_of_an_unknown_reward_are_refused(tmp_path):

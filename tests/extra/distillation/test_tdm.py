@@ -116,7 +116,7 @@ def test_a_step_costs_what_the_plan_says(settings):
     training = sum(count for name, count in planned.items() if name.startswith("training"))
     assert costs.training_evaluations == training
     assert costs.network_evaluations == sum(planned.values())
-    assert costs.decodes == (cfg.num_samples if cfg.surrogate else 0)
+    assert costs.decodes == (cfg.examples_per_step if cfg.surrogate else 0)
     assert costs.reward_calls == costs.decodes
 
 

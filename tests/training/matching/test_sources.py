@@ -569,7 +569,7 @@ def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         for k in range(count)
     ]
     repeated = [request for request in asked for _ in range(count)]
-    policy = stream.policy
+    policy = stream.learner.policy
     with torch.no_grad():
         latents = generate(policy, repeated, cfg.sampling.num_steps, seeds, 64)
     pixels = policy.decode(latents)[:, 0, :, 0, 0]
