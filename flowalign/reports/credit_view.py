@@ -145,7 +145,7 @@ def make_tables(
 
 def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> CreditTable:
     """Return a table of some samples: states with images, separated by the credit of the steps."""
-    scale, with_text = Scale(record.credit), _has_text(record)
+    scale = Scale(record.credit)
     chosen = np.linspace(0, len(record.states) - 1, min(_MAX_STATES, len(record.states)))
     states = {record.states[round(i)]: round(i) for i in chosen}
     # A state comes before the step that leaves it.
@@ -153,35 +153,37 @@ def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> 
 
     def cell(b: int, k: int, is_step: int) -> Cell:
         if is_step:
-            number = scale.cell(record.credit[b][k], with_text, _is_marked(record, b, k))
-            return replace(number, is_arrow=True)
+            return replace(_step_cell(record, scale, record.credit, b, k), is_arrow=True)
         return Cell(_reward(record.values[b][states[k]]), image=images.get((b, k), ""))
 
     notes = ["Images: each state completed by the ODE, without further noise, and its reward."]
     if record.marked is not None:
         what = "turning point" if record.method == "TurningPoint" else "marked"
         notes.append(f"\u2605 {what} in at least one reward dimension.")
-    count = min(record.num_images or 6, len(record.values))
+    count, end = min(record.num_images or 6, len(record.values)), len(record.sigmas) - 1
     return CreditTable(
         "Credit: states, separated by the steps between them",
         notes,
         scale,
-        [_step_head(k) if is_step else _state_head(record, k) for k, is_step in columns],
+        [
+            (f"step {k}", "")
+            if is_step
+            else ("finished" if k == end else f"state {k}", f"noise {record.sigmas[k]:.0%}")
+            for k, is_step in columns
+        ],
         [CreditRow(f"sample {b}", [cell(b, *column) for column in columns]) for b in range(count)],
     )
 
 
 def _advantage_table(record: CreditRecord) -> CreditTable:
     """Return the advantages of all samples by trained step."""
-    scale, with_text = Scale(record.advantage), _has_text(record)
-    rows = []
-    for b, numbers in enumerate(record.advantage[:MAX_ROWS]):
-        cells = [
-            scale.cell(numbers[k], with_text, _is_marked(record, b, k)) for k in record.trained
-        ]
+    scale, rows = Scale(record.advantage), []
+    for b in range(min(len(record.advantage), MAX_ROWS)):
+        cells = [_step_cell(record, scale, record.advantage, b, k) for k in record.trained]
         rows.append(CreditRow(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
     title = f"Advantage: credit compared within the prompt, {_describe_number(record)}"
-    return CreditTable(title, [], scale, [*map(_step_head, record.trained), ("reward", "")], rows)
+    heads = [(f"step {k}", "") for k in record.trained]
+    return CreditTable(title, [], scale, [*heads, ("reward", "")], rows)
 
 
 def _place_table(
@@ -198,7 +200,7 @@ def _place_table(
         f"Advantage of latent positions: {record.num_images} samples",
         ["A map has the positions of the image: blue is above 0, orange below."],
         Scale([[record.place_scale]]),
-        [*map(_step_head, record.place_steps), ("image and reward", "")],
+        [*((f"step {k}", "") for k in record.place_steps), ("image and reward", "")],
         rows,
     )
 
@@ -235,21 +237,10 @@ def _branch_table(
     )
 
 
-def _is_marked(record: CreditRecord, b: int, k: int) -> bool:
-    return record.marked is not None and record.marked[b][k]
-
-
-def _has_text(record: CreditRecord) -> bool:
-    return len(record.trained) <= _MAX_LABELLED_STEPS
-
-
-def _state_head(record: CreditRecord, k: int) -> tuple[str, str]:
-    name = "finished" if k == len(record.sigmas) - 1 else f"state {k}"
-    return name, f"noise {record.sigmas[k]:.0%}"
-
-
-def _step_head(k: int) -> tuple[str, str]:
-    return f"step {k}", ""
+def _step_cell(record: CreditRecord, scale: Scale, numbers: Cells, b: int, k: int) -> Cell:
+    """Return the cell of step k of sample b."""
+    is_marked = record.marked is not None and record.marked[b][k]
+    return scale.cell(numbers[b][k], len(record.trained) <= _MAX_LABELLED_STEPS, is_marked)
 
 
 def _reward(value: float | None) -> str:

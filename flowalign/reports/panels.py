@@ -62,70 +62,33 @@ class Panel:
     from_zero: bool = False
 
 
-@dataclass(frozen=True)
-class MetricGroup:
-    """Metrics of the training log that share one chart."""
-
-    title: str
-    unit: str
-    metrics: Mapping[str, str]
-    """Metric by label."""
-    draw: Callable[[Lines], list[Line]] = draw_lines
-    from_zero: bool = True
-
-    def select(self, series: Lines) -> Panel:
-        """Return the panel of the metrics that were measured."""
-        lines = {label: series[name] for label, name in self.metrics.items() if name in series}
-        return Panel(self.title, self.unit, lines, self.draw, self.from_zero)
-
-
-PREFERENCE = (
-    MetricGroup(
-        "Preference accuracy",
-        "share",
-        {"training": "implicit_accuracy", "held out": "eval/pairs/implicit_accuracy"},
-        draw_smoothed,
-        from_zero=False,
-    ),
-    MetricGroup(
-        "Error against the reference",
-        "change",
-        {
-            "chosen, training": "drift_chosen",
-            "chosen, held out": "eval/pairs/drift_chosen",
-            "rejected, training": "drift_rejected",
-            "rejected, held out": "eval/pairs/drift_rejected",
-        },
-        draw_smoothed,
-        from_zero=False,
-    ),
-    MetricGroup(
-        "Implicit margin",
-        "margin",
-        {"training": "margin", "held out": "eval/pairs/margin"},
-        draw_smoothed,
-        from_zero=False,
-    ),
-)
-HEALTH = (
-    MetricGroup(
-        "Clipped transitions", "share", {"above": "clip_frac_high", "below": "clip_frac_low"}
-    ),
-    MetricGroup("KL to the reference", "KL", {"kl": "kl"}),
-    MetricGroup("Gradient norm", "norm before clipping", {"norm": "optim/grad_norm"}),
-    MetricGroup("Zero-variance groups", "share of groups", {"share": "zero_std_ratio"}),
-    MetricGroup(
-        "Time of a step",
-        "seconds",
-        {
-            "total": "timing/step",
-            "sampling": "timing/sample",
-            "data": "timing/data",
-            "reward": "timing/reward",
-            "update": "timing/update",
-        },
-    ),
-)
+PREFERENCE = {
+    ("Preference accuracy", "share"): {
+        "training": "implicit_accuracy",
+        "held out": "eval/pairs/implicit_accuracy",
+    },
+    ("Error against the reference", "change"): {
+        "chosen, training": "drift_chosen",
+        "chosen, held out": "eval/pairs/drift_chosen",
+        "rejected, training": "drift_rejected",
+        "rejected, held out": "eval/pairs/drift_rejected",
+    },
+    ("Implicit margin", "margin"): {"training": "margin", "held out": "eval/pairs/margin"},
+}
+"""Metrics by label, for each title and unit of a chart."""
+HEALTH = {
+    ("Clipped transitions", "share"): {"above": "clip_frac_high", "below": "clip_frac_low"},
+    ("KL to the reference", "KL"): {"kl": "kl"},
+    ("Gradient norm", "norm before clipping"): {"norm": "optim/grad_norm"},
+    ("Zero-variance groups", "share of groups"): {"share": "zero_std_ratio"},
+    ("Time of a step", "seconds"): {
+        "total": "timing/step",
+        "sampling": "timing/sample",
+        "data": "timing/data",
+        "reward": "timing/reward",
+        "update": "timing/update",
+    },
+}
 
 
 def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
@@ -145,12 +108,17 @@ def select_panels(series: Lines, weights: Mapping[str, float] | None = None) -> 
         Panel("Training reward, monitored only", "mean of a step", watched, draw_smoothed),
         Panel("Held out: optimised and monitored", "change", _held_out_changes(series, weights)),
         *_held_out_panels(series),
-        *(group.select(series) for group in PREFERENCE),
+        *(Panel(*at, _select(series, names), draw_smoothed) for at, names in PREFERENCE.items()),
         *_step_panels(series),
         _ratio_panel(series),
-        *(group.select(series) for group in HEALTH),
+        *(Panel(*at, _select(series, names), from_zero=True) for at, names in HEALTH.items()),
     ]
     return [panel for panel in panels if panel.lines]
+
+
+def _select(series: Lines, metrics: Mapping[str, str]) -> Lines:
+    """Return the metrics that were measured, by label."""
+    return {label: series[name] for label, name in metrics.items() if name in series}
 
 
 def read_weights(config: Path) -> dict[str, float] | None:
@@ -225,9 +193,7 @@ def _held_out_panels(series: Lines) -> list[Panel]:
 
 
 def _ratio_panel(series: Lines) -> Panel:
-    lines = {
-        label: series[f"ratio_{label}"] for label in ("mean", "std") if f"ratio_{label}" in series
-    }
+    lines = _select(series, {"mean": "ratio_mean", "std": "ratio_std"})
     if "mean" in lines:
         lines["mean"] = {step: value - 1 for step, value in lines["mean"].items()}
     return Panel("Ratio of new to old policy", "ratio - 1", lines, draw_band)
@@ -257,20 +223,16 @@ def describe(panel: Panel) -> str:
         points = [(step, value) for step, value in sorted(line.items()) if math.isfinite(value)]
         if points:
             name = f"{label} " if len(panel.lines) > 1 else ""
-            when = _describe_steps([k for k, _ in points])
-            texts.setdefault(when, []).append(name + _describe_values(points))
+            ends = dict.fromkeys([points[0][1], points[-1][1]])
+            values = " \u2192 ".join(f"{value:.3g}" for value in ends)
+            texts.setdefault(_describe_steps(points), []).append(name + values)
     return "; ".join(f"{', '.join(lines)} ({when})" for when, lines in texts.items())
 
 
-def _describe_values(points: Sequence[tuple[int, float]]) -> str:
-    first, last = points[0][1], points[-1][1]
-    return f"{first:.3g}" if first == last else f"{first:.3g} \u2192 {last:.3g}"
-
-
-def _describe_steps(steps: Sequence[int]) -> str:
-    if len(steps) > 2:
-        return f"all {len(steps)} steps"
-    return f"step{'s' * (len(steps) > 1)} {' and '.join(map(str, steps))}"
+def _describe_steps(points: Sequence[tuple[int, float]]) -> str:
+    if len(points) > 2:
+        return f"all {len(points)} steps"
+    return f"step{'s' * (len(points) > 1)} {' and '.join(str(step) for step, _ in points)}"
 
 
 def chart(panel: Panel) -> Chart:

@@ -68,23 +68,15 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class ScoreLine:
-    """One dimension of a card: the score of each image, as a word for right-or-wrong dimensions."""
+class Change:
+    """Quantity before and after training; NaN if it was not measured."""
 
     name: str
-    texts: tuple[str, ...]
-    right: tuple[bool | None, ...]
-    """Whether each image is right. None if the dimension has other scores than 0 and 1."""
-
-
-@dataclass(frozen=True)
-class PromptChange:
-    """Mean reward of a prompt's samples before and after training; NaN if not measured."""
-
-    split: str
-    prompt: str
+    """Dimension, or prompt whose samples have this mean reward."""
     before: float
     after: float
+    split: str = ""
+    """Split of a prompt."""
 
     @property
     def difference(self) -> float:
@@ -115,22 +107,27 @@ def verdicts(steps: Sequence[Scores]) -> set[str]:
     return found
 
 
-def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[ScoreLine]:
-    """Return the scores of the image with this number at each step, one line per dimension."""
+def card(
+    steps: Sequence[Scores | None], number: int, judged: set[str]
+) -> dict[str, list[tuple[str, str]]]:
+    """Return the scores of the image with this number at each step, by dimension.
+
+    A score is a text and its class: right or wrong for the dimensions in `judged`, else empty. The
+    dimension of the verdict comes first.
+    """
     known = [scores for scores in steps if scores]
-    lines = []
+    lines = {}
     for i, dim in enumerate(known[0].dims if known else ()):
         values = [s.values[s.shown[number], i] if s else math.nan for s in steps]
-        says = [bool(v) if dim in judged and math.isfinite(v) else None for v in values]
-        texts = [_text(v, said) for v, said in zip(values, says, strict=True)]
-        lines.append(ScoreLine(dim, tuple(texts), tuple(says)))
-    return lines
+        lines[dim] = [_judge(value, dim in judged) for value in values]
+    return dict(sorted(lines.items(), key=lambda line: line[0] != leading(judged)))
 
 
-def _text(value: float, right: bool | None) -> str:
-    if right is not None:
-        return "right" if right else "wrong"
-    return f"{value:.3f}" if math.isfinite(value) else "-"
+def _judge(value: float, is_verdict: bool) -> tuple[str, str]:
+    if not is_verdict or not math.isfinite(value):
+        return f"{value:.3f}" if math.isfinite(value) else "-", ""
+    word = "right" if value else "wrong"
+    return word, word
 
 
 def leading(judged: set[str]) -> str:
@@ -140,12 +137,12 @@ def leading(judged: set[str]) -> str:
 
 def changes(
     before: Scores | None, after: Scores, weights: Mapping[str, float] | None
-) -> list[PromptChange]:
+) -> list[Change]:
     """Return the mean reward of every prompt at both ends, in the order of the evaluation."""
     ends = [_by_prompt(scores, weights) if scores else {} for scores in (before, after)]
     return [
-        PromptChange(*key, ends[0].get(key, math.nan), value)
-        for key, value in ends[1].items()
+        Change(prompt, ends[0].get((split, prompt), math.nan), value, split)
+        for (split, prompt), value in ends[1].items()
         if math.isfinite(value)
     ]
 
@@ -161,7 +158,7 @@ def _by_prompt(scores: Scores, weights: Mapping[str, float] | None) -> dict[tupl
     return {key: float(np.mean(v)) if v else math.nan for key, v in finite.items()}
 
 
-def worst(found: Sequence[PromptChange]) -> tuple[list[PromptChange], list[PromptChange]]:
+def worst(found: Sequence[Change]) -> tuple[list[Change], list[Change]]:
     """Return the prompts with the largest fall in reward, and those with the lowest reward."""
     fallen = [c for c in found if c.difference < -5e-4]  # visible with three decimals
     fallen = sorted(fallen, key=lambda c: c.difference)[:LISTED]

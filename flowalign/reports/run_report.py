@@ -7,7 +7,6 @@ be in progress.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,15 @@ from flowalign.reports.panels import (
     read_weights,
     select_panels,
 )
-from flowalign.reports.records import Lines, collect, number, read_json, read_scores, worst
+from flowalign.reports.records import (
+    Change,
+    Lines,
+    collect,
+    number,
+    read_json,
+    read_scores,
+    worst,
+)
 from flowalign.reports.records import changes as changes_of_prompts
 from flowalign.reports.samples import find_strips, samples
 from flowalign.utils.console import duration
@@ -48,25 +55,6 @@ _CHECKS = {
     "kl_gradient": ("size of the gradient of the KL term", "above 0"),
     "max_rank_difference": ("difference between the weights of the ranks", "0"),
 }
-
-
-@dataclass(frozen=True)
-class Change:
-    """Quantity before and after training; NaN if it was not measured."""
-
-    name: str
-    before: float
-    after: float
-
-    @property
-    def complete(self) -> bool:
-        """Return whether both values were measured."""
-        return math.isfinite(self.before) and math.isfinite(self.after)
-
-    @property
-    def difference(self) -> str:
-        """Return after minus before, with its sign; a dash if one is missing."""
-        return _signed(self.after - self.before)
 
 
 def write_report(
@@ -102,7 +90,7 @@ def write_report(
         strips=find_strips(folder / "samples") or find_strips(folder / TRAINING_SAMPLES),
         worst=worst_prompts(folder / "samples", weights),
         credit_views=read_credit(folder / "credit"),
-        calibration=calibration(folder / "calibration.json"),
+        calibration=calibration_charts(read_json(folder / "calibration.json")),
         checks=checks(series),
         changes=changes,
         commands=commands(folder),
@@ -147,7 +135,7 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
 
 def headline(changes: Sequence[Change]) -> Change | None:
     """Return the held-out quantity at the top of the page."""
-    complete = {change.name: change for change in changes if change.complete}
+    complete = {change.name: change for change in changes if math.isfinite(change.difference)}
     names = [name for name in _HEADLINES if name in complete] + list(complete)
     return complete[names[0]] if names else None
 
@@ -160,11 +148,10 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
     over = f"over {num_steps} step{'s' * (num_steps != 1)}"
     ending = {"interrupted": "; the run was interrupted.", "running": "; the run is in progress."}
     ending = ending.get(str(summary.get("status", "" if summary else "running")), ".")
-    top = headline(changes)
-    if top:
+    if top := headline(changes):
         return (
             f"Held-out {top.name} went from {top.before:.3f} to {top.after:.3f} "
-            f"({top.difference}) {over}{ending}"
+            f"({top.difference:+.3f}) {over}{ending}"
         )
     if len(training) < 2:
         return "Too few steps have been recorded for a verdict" + ending
@@ -176,13 +163,12 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
 
 def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the main results at the top of the page, as labels and values."""
-    top = headline(changes)
     shown = []
-    if top:
+    if top := headline(changes):
         shown = [
             (f"{top.name} before", f"{top.before:.3f}"),
             (f"{top.name} after", f"{top.after:.3f}"),
-            ("change", top.difference),
+            ("change", f"{top.difference:+.3f}"),
         ]
     seconds = number(summary.get("seconds"))
     if math.isfinite(seconds):
@@ -193,14 +179,6 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
     if summary.get("seed") is not None:
         shown.append(("seed", str(summary["seed"])))
     return shown
-
-
-def calibration(file: Path) -> list[Chart]:
-    """Return the charts of the noise levels; empty if none were calibrated."""
-    try:
-        return calibration_charts(read_json(file))
-    except (ValueError, KeyError, TypeError):
-        return []
 
 
 def checks(series: Lines) -> list[dict[str, str]]:
@@ -237,23 +215,13 @@ _REST = PALETTE[-1]
 def calibration_charts(history: Mapping[str, Any]) -> list[Chart]:
     """Return the charts of the levels and of the shares of the calibrated steps.
 
-    `history` is the content of a calibration file.
-
-    Raises:
-        ValueError: There is no iteration yet, or no iteration valued a step.
+    `history` is the content of a calibration file. The list is empty if no iteration valued a step.
     """
-    steps = _calibrated_steps(history)
+    valid = [row["valid"] for row in history.get("iterations", ())]
+    steps = np.flatnonzero(np.sum(valid, axis=0))  # the remaining steps are ODE steps
+    if not len(steps):
+        return []
     return [_level_chart(history, steps), _share_chart(history, steps)]
-
-
-def _calibrated_steps(history: Mapping[str, Any]) -> np.ndarray:
-    """Return the indices of steps that some iteration valued; the remaining steps are ODE steps."""
-    steps = np.flatnonzero(np.sum([row["valid"] for row in history["iterations"]] or [[0]], axis=0))
-    if len(steps) == 0:
-        raise ValueError(
-            f"a calibration of {len(history['iterations'])} iterations has no gains to draw"
-        )
-    return steps
 
 
 def _level_chart(history: Mapping[str, Any], steps: np.ndarray) -> Chart:
@@ -285,9 +253,7 @@ def _share_chart(history: Mapping[str, Any], steps: np.ndarray) -> Chart:
 
 def _share(row: Mapping[str, Any], steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return positive / (positive + negative) and its standard error; NaN if all gains are ties."""
-    positive, negative = (
-        np.array(side, dtype=float)[steps] for side in (row["positive"], row["negative"])
-    )
+    positive, negative = (np.array(row[s], float)[steps] for s in ("positive", "negative"))
     decided = np.where(positive + negative > 0, positive + negative, np.nan)
     share = positive / decided
     return share, np.sqrt(share * (1 - share) / decided)

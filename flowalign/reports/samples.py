@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from flowalign.reports.pages import data_address
-from flowalign.reports.records import (
-    ScoreLine,
-    Scores,
-    card,
-    leading,
-    read_json,
-    read_scores,
-    verdicts,
-)
+from flowalign.reports.records import Scores, card, read_json, read_scores, verdicts
 from flowalign.utils.files import GRID_PADDING
 
 _SMALL, _LARGEST = 128, 320
@@ -40,7 +32,7 @@ class SampleCard:
     prompt: str
     pictures: list[tuple[int, str]]
     strips: list[tuple[int, str]]
-    scores: list[ScoreLine]
+    scores: dict[str, list[tuple[str, str]]]
     source: str
     """Source image of the prompt; empty if there is none."""
 
@@ -63,11 +55,11 @@ def samples(folder: Path) -> dict[str, Any]:
     cards = []
     for i, prompt in enumerate(prompts):
         pictures = [(step, addresses[i]) for step, addresses in still.items()]
-        moving = [(step, address) for step in grids if (address := _moving(folder, step, i))]
-        lines = card(scores, i, judged)
-        lines.sort(key=lambda line: line.name != leading(judged))  # the verdict first
+        loops = [(step, folder / f"step-{step:06}" / f"{i:03}.webp") for step in grids]
+        moving = [(step, address) for step, file in loops if (address := _read_picture(file))]
         shown = (moving, pictures) if fps else (pictures, [])
-        cards.append(SampleCard(prompt, *shown, lines, _source(folder, i)))
+        source = _read_picture(folder / "sources" / f"{i:03}.png")
+        cards.append(SampleCard(prompt, *shown, card(scores, i, judged), source))
     small = size[1] <= _LOW if fps else max(size) <= _SMALL
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
 
@@ -124,16 +116,9 @@ def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:
     return None
 
 
-def _moving(folder: Path, step: int, number: int) -> str:
-    """Return a video as a data URL, as it was written for pages; empty if it is missing."""
-    file = folder / f"step-{step:06}" / f"{number:03}.webp"
-    return data_address("webp", file.read_bytes()) if file.is_file() else ""
-
-
-def _source(folder: Path, number: int) -> str:
-    """Return the source of a sample's prompt as a data URL; empty if there is none."""
-    file = folder / "sources" / f"{number:03}.png"
-    return data_address("png", file.read_bytes()) if file.is_file() else ""
+def _read_picture(file: Path) -> str:
+    """Return a file as a data URL, as it was written for pages; empty if it is missing."""
+    return data_address(file.suffix[1:], file.read_bytes()) if file.is_file() else ""
 
 
 def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:

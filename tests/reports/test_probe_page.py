@@ -3,7 +3,7 @@
 import pytest
 
 from flowalign.reports.pages import fit_scale
-from flowalign.reports.study_pages import caution, page, spread, verdict
+from flowalign.reports.probe_page import caution, page, spread, verdict
 from flowalign.studies.probe.figures import comparison
 from tests.fixtures.browser import needs_browser, read_in_browser
 from tests.fixtures.pages import addresses

@@ -281,5 +281,4 @@ def test_the_charts_name_their_axes_and_their_lines(tmp_path, rule, aim):
 def test_a_calibration_without_gains_has_no_picture(tmp_path):
     nothing = Gains(broken=lambda gains, iteration: gains * math.nan)
     history = calibrate(cfg(), nothing, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
-    with pytest.raises(ValueError, match="calibration of 6 iterations has no gains"):
-        calibration_charts(asdict(history))
+    assert calibration_charts(asdict(history)) == []

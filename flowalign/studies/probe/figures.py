@@ -22,7 +22,7 @@ from flowalign.functional.signal import (
     signal_to_noise,
     standard_error,
 )
-from flowalign.reports.study_pages import page
+from flowalign.reports.probe_page import page
 from flowalign.studies.probe.measure import Probe
 from flowalign.studies.probe.probe_settings import Setting
 from flowalign.utils.files import write_text
