@@ -135,14 +135,19 @@ def run_eval(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     """Write the reward's fitted weights, print how well they order pairs, and return 0."""
     from flowalign.curation.score_table import find_table
-    from flowalign.reward_training.labelled_pairs import find_fittable, fit_to_table, read_scores
+    from flowalign.reward_training.labelled_pairs import (
+        collect_comparisons,
+        find_fittable,
+        read_scores,
+    )
     from flowalign.rewards.config import load_rewards
 
     check_file_path(Path(args.out), overwrite=True)
     reward = find_fittable(load_rewards(args.rewards)[0], args.rewards)
     source = find_table(Path(args.data))
-    scores = read_scores(source)
-    fit = fit_to_table(reward, scores, source, args.humans, args.ridge, args.held_out, args.seed)
+    dims, column = reward.fitted_dims, args.humans
+    lead, share = collect_comparisons(read_scores(source), dims, column, source)
+    fit = reward.fit(lead, share, args.ridge, args.held_out, args.seed)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(args.out), fit.text)
     table(f"{source}: {args.out}", {name: f"{value:g}" for name, value in fit.figures.items()})

@@ -1,6 +1,7 @@
 """Define features of samples, the wrapper of the head that scores them, and ridge regressions."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -42,6 +43,11 @@ class Ratings:
         """Return the ratings on a device."""
         spread = self.log_variance
         return Ratings(self.score.to(device), None if spread is None else spread.to(device))
+
+    def __getitem__(self, index: Any) -> "Ratings":
+        """Return the ratings at an index, as of a tensor."""
+        spread = self.log_variance
+        return Ratings(self.score[index], None if spread is None else spread[index])
 
 
 class Standardiser(nn.Module):

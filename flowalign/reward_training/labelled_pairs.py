@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.resampling import number_values
-from flowalign.types import Fit, Fittable, RewardModel
+from flowalign.types import Fittable, RewardModel
 from flowalign.utils.files import read_objects
 from flowalign.utils.imports import import_optional
 
@@ -40,13 +40,8 @@ class ScoredTable:
 
     def drop_both_bad(self) -> "ScoredTable":
         """Return a copy without the labels of pairs marked as both bad."""
-        humans = {
-            name: labels.masked_fill(self.both_bad[name], math.nan)
-            if name in self.both_bad
-            else labels
-            for name, labels in self.humans.items()
-        }
-        return replace(self, humans=humans)
+        left = {n: self.humans[n].masked_fill(bad, math.nan) for n, bad in self.both_bad.items()}
+        return replace(self, humans={**self.humans, **left})
 
 
 @dataclass(frozen=True)
@@ -183,31 +178,13 @@ def collect_comparisons(
     Raises:
         ValueError: The table lacks a dimension or the column, or has too few comparisons in it.
     """
-    for what, asked, there in (
-        ("dimension", dims, table.scores),
-        ("column", [column], table.humans),
-    ):
+    for what, asked, there in ("dimension", dims, table.scores), ("column", [column], table.humans):
         if missing := [name for name in asked if name not in there]:
-            raise ValueError(
-                f"{source} has no {what} {missing[0]}; it has {', '.join(there)}"[:400]
-            )
+            text = f"{source} has no {what} {missing[0]}; it has {', '.join(there)}"
+            raise ValueError(text[:400])
     each = [pair_rows(table, dim, column) for dim in dims]
     if len({len(one.lead) for one in each}) > 1:
         raise ValueError(f"{source} has pairs without scores in some of {', '.join(dims)}"[:400])
     if len(each[0].lead) < 2:
         raise ValueError(f"{source} has {len(each[0].lead)} scored pairs in {column}; 2 are needed")
     return torch.stack([one.lead for one in each], 1), each[0].share
-
-
-def fit_to_table(
-    reward: Fittable,
-    table: ScoredTable,
-    source: Path,
-    column: str,
-    ridge: float,
-    held_out: float,
-    seed: int,
-) -> Fit:
-    """Fit the weights of a reward to a table that it scored."""
-    lead, share = collect_comparisons(table, reward.fitted_dims, column, source)
-    return reward.fit(lead, share, ridge, held_out, seed)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -60,9 +60,7 @@ class Preferences:
         """Return a copy without the labels of the candidates in these rows of `samples`."""
         gone = torch.isin(self.candidate, torch.tensor(sorted(failed), dtype=torch.long))
         labels = self.labels.masked_fill(gone[..., None], torch.nan)
-        return Preferences(
-            self.samples, self.candidate, labels, self.part, self.num_unlabelled, self.problems
-        )
+        return replace(self, labels=labels)
 
 
 def gather_preferences(
@@ -153,32 +151,28 @@ def _parts(plain: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[
     return torch.tensor([1 if p in held else 2 if p in test else 0 for p in plain])
 
 
-Figures = Mapping[str, float]
-
-
 def measure_agreement(
     score: Float[Tensor, "B m"],
     labels: Float[Tensor, "B m"],
     kind: LabelKind,
     fit_tie_threshold: float | None = None,
-) -> Figures:
+) -> Mapping[str, float]:
     """Compute accuracy over pairs without and with ties, the number of pairs, and calibration.
 
     Leads up to `fit_tie_threshold` count as ties. None: the threshold with the highest accuracy on
     these pairs, which is optimistic. Votes decide for the majority. Ratings add Spearman's
     correlation.
     """
-    pairs = label_pairs(labels, kind)
-    a, b = pairs.of(score)
-    lead, human = a - b, (pairs.target - 0.5).sign().long()
+    lead, target = _list_leads(score, labels, kind)
+    human = (target - 0.5).sign().long()
     if fit_tie_threshold is None:
         fit_tie_threshold = best_tie_threshold(lead, human).threshold
     found = {
         "accuracy": accuracy_without_ties(lead, human),
         "accuracy_with_ties": accuracy_with_ties(lead, human, fit_tie_threshold),
         "ties": float((human == 0).double().mean()) if len(human) else math.nan,
-        "pairs": float(len(pairs)),
-        "calibration_error": reliability(lead, pairs.target).error,
+        "pairs": float(len(lead)),
+        "calibration_error": reliability(lead, target).error,
     }
     if kind == "ratings":
         given = labels.isfinite()
@@ -190,9 +184,17 @@ def fit_tie_threshold(
     score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
 ) -> float:
     """Return the largest lead that should count as a tie; -1 if none should, NaN without pairs."""
+    lead, target = _list_leads(score, labels, kind)
+    return best_tie_threshold(lead, (target - 0.5).sign().long()).threshold
+
+
+def _list_leads(
+    score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+    """Return the lead a - b of every labelled pair, and the probability that a is better."""
     pairs = label_pairs(labels, kind)
     a, b = pairs.of(score)
-    return best_tie_threshold(a - b, (pairs.target - 0.5).sign().long()).threshold
+    return a - b, pairs.target
 
 
 def fit_temperature(
@@ -203,11 +205,7 @@ def fit_temperature(
     The result is None without pairs, and if no finite T above 0 is best: the scores are
     uninformative or never wrong.
     """
-    pairs = label_pairs(labels, kind)
-    a, b = pairs.of(score)
-    if not len(pairs):
-        return None
-    found = temperature(a - b, pairs.target)
+    found = temperature(*_list_leads(score, labels, kind))
     return found if 0 < found < math.inf else None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,6 +33,8 @@ from flowalign.training.checkpoint import put_back, state_tensors
 from flowalign.utils.files import atomic_write, parse_json, write_json
 
 FORMAT = "flowalign trained reward 1"
+_COUNTERS = ("update", "epoch", "best_epoch", "best_loss", "skipped_in_a_row")
+"""Attributes of a trainer that its state holds besides tensors."""
 
 
 def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
@@ -41,15 +44,8 @@ def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     for name, parameter in trainer.trained().items():
         for key, value in state_tensors(trainer.optimizer, parameter).items():
             tensors[f"optimizer.{name}:{key}"] = value
-    counters = {
-        "update": trainer.update,
-        "epoch": trainer.epoch,
-        "best_epoch": trainer.best_epoch,
-        "best_loss": trainer.best_loss,
-        "skipped_in_a_row": trainer.skipped_in_a_row,
-        "data": data,
-        "backbone": trainer.backbone.fingerprint,
-    }
+    counters = {key: getattr(trainer, key) for key in _COUNTERS}
+    counters |= {"data": data, "backbone": trainer.backbone.fingerprint}
     _write(path, tensors, {"counters": json.dumps(counters)})
 
 
@@ -73,7 +69,7 @@ def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     if shapes != {n: p.shape for n, p in trained.items()}:
         raise ValueError(f"{path} belongs to another head or adapter; use --overwrite")
     _restore_tensors(trainer, tensors)
-    for key in ("update", "epoch", "best_epoch", "best_loss", "skipped_in_a_row"):
+    for key in _COUNTERS:
         setattr(trainer, key, counters[key])
 
 
@@ -100,7 +96,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> di
     content of config.json.
     """
     trainer.use_best()
-    temperatures = _calibrate(trainer)
+    temperatures, dimensions = _calibrate(trainer), trainer.dimensions.items()
     config = {
         "format": FORMAT,
         **about,
@@ -108,10 +104,10 @@ def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> di
         "needs_prompt": trainer.backbone.reads_prompts,
         "needs_references": trainer.backbone.reads_references,
         "backbone_fingerprint": trainer.backbone.fingerprint,
-        "labels": {n: d.labels for n, d in trainer.dimensions.items()},
-        "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},
-        "uncertain": [n for n, d in trainer.dimensions.items() if d.loss.needs_variance],
-        "learned": {n: dict(d.loss.learned_values()) for n, d in trainer.dimensions.items()},
+        "labels": {n: d.labels for n, d in dimensions},
+        "losses": {n: type(d.loss).__name__ for n, d in dimensions},
+        "uncertain": [n for n, d in dimensions if d.loss.needs_variance],
+        "learned": {n: dict(d.loss.learned_values()) for n, d in dimensions},
         "temperatures": temperatures,
         "best_epoch": trainer.best_epoch,
         "figures": _measure_parts(trainer),
@@ -120,8 +116,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> di
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     tensors = {f"rater.{n}": t for n, t in trainer.rater.state_dict().items()}
-    adapters = trainer.trained().items()
-    tensors |= {n: p for n, p in adapters if n.startswith("backbone.")}
+    tensors |= {n: p for n, p in trainer.trained().items() if n.startswith("backbone.")}
     _write(new / "model.safetensors", tensors, {"format": FORMAT})
     write_json(new / "config.json", config)
     (new / "README.md").write_text(render_card(config), encoding="utf-8")
@@ -133,17 +128,14 @@ def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
     """Set the units of every dimension; return its temperature, or None if it has none."""
     preferences, rater = trainer.preferences, trainer.rater
     held = preferences.rows("held_out")
-    score = trainer.scores(held).score
-    found: dict[str, float | None] = {}
+    score, labels = trainer.scores(held).score, preferences.labels[held]
+    found: dict[str, float | None] = dict.fromkeys(trainer.dimensions)
     for d, (name, dimension) in enumerate(trainer.dimensions.items()):
-        labels = preferences.labels[held, :, d]
-        found[name] = None
         if dimension.loss.compares:
-            found[name] = fit_temperature(score[..., d], labels, dimension.labels)
+            found[name] = fit_temperature(score[..., d], labels[..., d], dimension.labels)
             rater.factor[d] = 1 / (found[name] or 1.0)
     train = preferences.rows("train")
-    in_units, _ = rater.in_units(trainer.scores(train).to(trainer.device), z_score=False)
-    mean, std = fit_units(in_units.cpu(), preferences.labels[train])
+    mean, std = fit_units(_score_in_units(trainer, train), preferences.labels[train])
     rater.mean.copy_(mean)
     rater.std.copy_(std)
     return found
@@ -151,23 +143,24 @@ def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
 
 def _measure_parts(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
     """Return agreement per part and dimension in calibrated units, with held-out tie thresholds."""
-    preferences, found = trainer.preferences, {}
-    score = {}
-    for part in PARTS:
-        ratings = trainer.scores(preferences.rows(part)) if len(preferences.rows(part)) else None
-        if ratings is not None:
-            values, _ = trainer.rater.in_units(ratings.to(trainer.device), z_score=False)
-            score[part] = values.cpu()
-    for part, values in score.items():
-        found[part] = {}
-        for d, (name, dimension) in enumerate(trainer.dimensions.items()):
-            kind = dimension.labels
-            held = preferences.labels[preferences.rows("held_out"), :, d]
-            threshold = fit_tie_threshold(score["held_out"][..., d], held, kind)
-            labels = preferences.labels[preferences.rows(part), :, d]
-            known = -1.0 if math.isnan(threshold) else threshold
-            found[part][name] = dict(measure_agreement(values[..., d], labels, kind, known))
+    rows = {part: trainer.preferences.rows(part) for part in PARTS}
+    labels = {part: trainer.preferences.labels[some] for part, some in rows.items() if len(some)}
+    score = {part: _score_in_units(trainer, rows[part]) for part in labels}
+    found = {part: {} for part in labels}
+    for d, (name, dimension) in enumerate(trainer.dimensions.items()):
+        kind = dimension.labels
+        threshold = fit_tie_threshold(score["held_out"][..., d], labels["held_out"][..., d], kind)
+        known = -1.0 if math.isnan(threshold) else threshold
+        for part, values in score.items():
+            agreement = measure_agreement(values[..., d], labels[part][..., d], kind, known)
+            found[part][name] = dict(agreement)
     return found
+
+
+def _score_in_units(trainer: RewardTrainer, rows: Int[Tensor, "n"]) -> Float[Tensor, "n m R"]:
+    """Return calibrated scores of records, on the CPU."""
+    values, _ = trainer.rater.in_units(trainer.scores(rows).to(trainer.device), z_score=False)
+    return values.cpu()
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

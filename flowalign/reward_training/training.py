@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowalign.functional.rating import Features, Rater, Ratings
 from flowalign.reward_training.embeddings import embed_samples, frames_for
-from flowalign.reward_training.labels import Part, Preferences, measure_agreement
+from flowalign.reward_training.labels import Preferences, measure_agreement
 from flowalign.reward_training.training_parts import (
     Dimension,
     NoisedFeatures,
@@ -57,14 +57,8 @@ class RewardTrainer:
         self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
         self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
         if schedule.ridge:
-            first_stage(
-                schedule.ridge,
-                self.rater,
-                self.features,
-                preferences,
-                self.targets,
-                [d.labels for d in dimensions.values()],
-            )
+            kinds = [d.labels for d in dimensions.values()]
+            first_stage(schedule.ridge, self.rater, self.features, preferences, self.targets, kinds)
         self.rater.to(self.device)
         self.losses.to(self.device)
         self.optimizer = self._optimizer()
@@ -107,10 +101,10 @@ class RewardTrainer:
     def scores(self, rows: Int[Tensor, "n"]) -> Ratings:
         """Return ratings of records, [n, m, R], on the CPU, in evaluation mode."""
         self.rater.eval()
-        parts = [self._rate(some) for some in rows.split(_RECORDS_AT_ONCE)]
-        spread = [p.log_variance.cpu() for p in parts if p.log_variance is not None]
-        score = torch.cat([p.score.cpu() for p in parts])
-        return Ratings(score, torch.cat(spread) if spread else None)
+        cpu = torch.device("cpu")
+        parts = [self._rate(some).to(cpu) for some in rows.split(_RECORDS_AT_ONCE)]
+        spread = [p.log_variance for p in parts if p.log_variance is not None]
+        return Ratings(torch.cat([p.score for p in parts]), torch.cat(spread) if spread else None)
 
     def _rater(self, head: Head) -> Rater:
         """Build a fresh rater with the features' statistics and the units of the ratings."""
@@ -134,18 +128,12 @@ class RewardTrainer:
 
     def _optimizer(self) -> torch.optim.AdamW:
         weights = [p for n, p in self.trained().items() if not n.startswith("losses.")]
-        own = [p for n, p in self.trained().items() if n.startswith("losses.")]
         if not weights:
             raise ValueError("schedule.ridge.freeze leaves no trainable weights in this head")
-        groups = [{"params": weights}, {"params": own, "weight_decay": 0.0}]
+        own = {"params": list(self.losses.parameters()), "weight_decay": 0.0}
         cfg = self.cfg
-        return torch.optim.AdamW(
-            groups,
-            lr=cfg.learning_rate,
-            weight_decay=cfg.weight_decay,
-            betas=cfg.betas,
-            eps=cfg.eps,
-        )
+        common = {"weight_decay": cfg.weight_decay, "betas": cfg.betas, "eps": cfg.eps}
+        return torch.optim.AdamW([{"params": weights}, own], lr=cfg.learning_rate, **common)
 
     def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
         """Run one update on some records; skip it if the gradient is not finite."""
@@ -162,29 +150,22 @@ class RewardTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         weigh_losses(self.dimensions, losses).backward()
         norm = float(nn.utils.clip_grad_norm_(self.trained().values(), self.cfg.max_grad_norm))
-        if math.isfinite(norm):
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if not self.skipped_in_a_row:
             self.optimizer.step()
-            self.skipped_in_a_row = 0
-        else:
-            self._skip()
-        found = {f"train/{name}/loss": float(loss.detach()) for name, loss in losses.items()}
-        return found | {"optim/grad_norm": norm}
-
-    def _skip(self) -> None:
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.cfg.max_skipped:
+        elif self.skipped_in_a_row > self.cfg.max_skipped:
             raise TrainingFailure(
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row "
                 f"(optimizer.max_skipped is {self.cfg.max_skipped}).\n"
                 "Lower optimizer.learning_rate; the last state on disk is intact."
             )
+        found = {f"train/{name}/loss": float(loss.detach()) for name, loss in losses.items()}
+        return found | {"optim/grad_norm": norm}
 
     def _rate(self, rows: Int[Tensor, "n"]) -> Ratings:
         """Return ratings of records, [n, m, R]; ignore entries beyond a record's candidates."""
         used, place = self.preferences.candidate[rows].clamp(min=0).unique(return_inverse=True)
-        ratings = self.rater(self._features(used))
-        spread = ratings.log_variance
-        return Ratings(ratings.score[place], None if spread is None else spread[place])
+        return self.rater(self._features(used))[place]
 
     def _features(self, used: Int[Tensor, "k"]) -> Features:
         if self.noised and self.rater.training:
@@ -205,9 +186,8 @@ class RewardTrainer:
         """Return the mean loss of each dimension over its labelled items, if it has any."""
         found = {}
         for d, (name, dimension) in enumerate(self.dimensions.items()):
-            spread = None if ratings.log_variance is None else ratings.log_variance[..., d]
             labels = self.targets[rows, :, d].to(ratings.score.device)
-            items = dimension.loss(Ratings(ratings.score[..., d], spread), labels, dimension.labels)
+            items = dimension.loss(ratings[..., d], labels, dimension.labels)
             if len(items):
                 found[name] = items.mean()
         return found
@@ -226,7 +206,7 @@ class RewardTrainer:
         held_out = float(weigh_losses(self.dimensions, losses)) if losses else math.nan
         metrics |= {f"held_out/{name}/loss": float(loss) for name, loss in losses.items()}
         metrics["held_out/loss"] = held_out
-        metrics |= self._agreement("held_out", rows, ratings.score.cpu())
+        metrics |= self._agreement(rows, ratings.score.cpu())
         if held_out < self.best_loss:
             self.best_loss, self.best_epoch = held_out, self.epoch
             self.best = {n: p.detach().clone() for n, p in self.trained().items()}
@@ -234,13 +214,12 @@ class RewardTrainer:
             raise TrainingFailure(f"the held-out loss of the first epoch is {held_out}")
         return metrics
 
-    def _agreement(self, part: Part, rows: Tensor, score: Float[Tensor, "n m R"]) -> dict:
-        found = {}
+    def _agreement(self, rows: Tensor, score: Float[Tensor, "n m R"]) -> dict[str, float]:
+        found, wanted = {}, ("accuracy", "accuracy_with_ties", "spearman")
         for d, (name, dimension) in enumerate(self.dimensions.items()):
             labels = self.preferences.labels[rows, :, d]
             some = measure_agreement(score[..., d], labels, dimension.labels)
-            wanted = ("accuracy", "accuracy_with_ties", "spearman")
-            found |= {f"{part}/{name}/{key}": some[key] for key in wanted if key in some}
+            found |= {f"held_out/{name}/{key}": some[key] for key in wanted if key in some}
         return found
 
 
