@@ -9,7 +9,7 @@ rejected sample, from any backbone.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,6 @@ from flowalign.types.ranges import PositiveInt, require_ranges
 
 _AT_ONCE = 256
 """Number of samples that are read and embedded together."""
-Frames = Callable[[Media], Tensor]
-"""Reader of an image or video as RGB in [0, 1], [F, 3, H, W]; raises ValueError or OSError on
-failure."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class Embeddings:
     Without a folder, they are only kept in memory.
     """
 
-    def __init__(self, backbone: Backbone, frames: Frames, folder: Path | None = None):
-        self.backbone, self.frames = backbone, frames
+    def __init__(self, backbone: Backbone, folder: Path | None = None):
+        self.backbone = backbone
         self.store = TensorCache(folder / backbone.fingerprint if folder else None)
         self.num_computed = 0
         """Number of features that were computed because the cache lacked them."""
@@ -90,16 +87,16 @@ class Embeddings:
         good = [i for i in keys if i not in failed]
         if not good:
             raise ValueError("no sample could be read and embedded")
-        rows = self.store.read([keys[i] for i in good])
-        joint, prompt = (dict(zip(good, rows[name], strict=True)) for name in ("joint", "prompt"))
-        return Features(_table(joint, len(samples)), _table(prompt, len(samples))), failed
+        stored = self.store.read([keys[i] for i in good])
+        rows = zip(stored["joint"], stored["prompt"], strict=True)
+        return _fill(dict(zip(good, rows, strict=True)), len(samples)), failed
 
     @torch.no_grad()
     def _compute(self, todo: Sequence[tuple[Keys, RewardSample]]) -> dict[Key, str]:
         """Embed samples and store their features; return failures by key."""
         broken: dict[Key, str] = {}
         for some in (todo[i : i + _AT_ONCE] for i in range(0, len(todo), _AT_ONCE)):
-            features, lost = embed_samples(self.backbone, self.frames, [one for _, one in some])
+            features, lost = embed_samples(self.backbone, [one for _, one in some])
             for row, ((key,), _) in enumerate(some):
                 if row in lost:
                     broken[key] = lost[row]
@@ -112,7 +109,7 @@ class Embeddings:
 
 
 def embed_samples(
-    backbone: Backbone, frames: Frames, samples: Sequence[RewardSample]
+    backbone: Backbone, samples: Sequence[RewardSample]
 ) -> tuple[Features, dict[int, str]]:
     """Read and embed samples, grouped by shape; failed samples get NaN and a reason.
 
@@ -123,8 +120,8 @@ def embed_samples(
     failed: dict[int, str] = {}
     for i, sample in enumerate(samples):
         try:
-            sources[i] = _sources(backbone, frames, sample)
-            media[i] = frames(sample.media)
+            sources[i] = _sources(backbone, sample)
+            media[i] = read_frames(backbone, sample.media)
         except (OSError, ValueError) as error:
             failed[i] = str(error)
     shapes: dict[tuple[int, ...], list[int]] = {}
@@ -143,35 +140,34 @@ def embed_samples(
         if not (joint.detach().isfinite().all() and prompt.detach().isfinite().all()):
             failed[i] = "the backbone returned a feature that is not finite"
     if not rows:
-        return Features(
-            torch.full((len(samples), 1), torch.nan), torch.zeros(len(samples), 0)
-        ), failed
-    joint, prompt = ({i: row[part] for i, row in rows.items()} for part in (0, 1))
-    return Features(_table(joint, len(samples)), _table(prompt, len(samples))), failed
+        missing = torch.full((len(samples), 1), torch.nan)
+        return Features(missing, missing[:, :0]), failed
+    return _fill(rows, len(samples)), failed
 
 
-def _table(rows: Mapping[int, Tensor], count: int) -> Tensor:
-    """Return a table of `count` rows; those that are absent are NaN."""
-    absent = torch.full_like(next(iter(rows.values())), torch.nan)
-    return torch.stack([rows.get(i, absent) for i in range(count)])
+def _fill(rows: Mapping[int, tuple[Tensor, Tensor]], count: int) -> Features:
+    """Return joint and prompt features of `count` samples; those that are absent are NaN."""
+    absent = tuple(torch.full_like(part, torch.nan) for part in next(iter(rows.values())))
+    joint, prompt = zip(*(rows.get(i, absent) for i in range(count)), strict=True)
+    return Features(torch.stack(joint), torch.stack(prompt))
 
 
-def _sources(backbone: Backbone, frames: Frames, sample: RewardSample) -> list[Tensor]:
+def _sources(backbone: Backbone, sample: RewardSample) -> list[Tensor]:
     """Return the first frames of a sample's references, if the backbone reads them."""
     if not backbone.reads_references:
         return []
     if not sample.references:
         raise ValueError("its source image is missing")
-    return [frames(reference)[0] for reference in sample.references]
+    return [read_frames(backbone, reference)[0] for reference in sample.references]
 
 
-def frames_for(backbone: Backbone) -> Frames:
-    """Return a reader of images and videos with the backbone's number of frames."""
+def read_frames(backbone: Backbone, medium: Media) -> Float[Tensor, "F 3 H W"]:
+    """Read an image, or the backbone's number of frames of a video, in [0, 1].
 
-    def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
-        return decode(medium, backbone.num_frames).frames
-
-    return read
+    Raises:
+        ValueError, OSError: It cannot be read.
+    """
+    return decode(medium, backbone.num_frames).frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +240,7 @@ class UserEmbeddings:
         """Return a unit vector per choice; NaN if an image or video cannot be read."""
         sides = [[RewardSample(s.media, s.prompt) for s in (p.chosen, p.rejected)] for p in pairs]
         samples = [sample for both in sides for sample in both]
-        features, _ = embed_samples(self.backbone, frames_for(self.backbone), samples)
+        features, _ = embed_samples(self.backbone, samples)
         return choice_tokens(features.joint[0::2], features.joint[1::2])
 
 

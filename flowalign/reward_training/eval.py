@@ -6,11 +6,12 @@ the scores. A pair without two valid scores counts as unscored instead of wrong.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor
 
 from flowalign.functional import agreement, resampling
 from flowalign.reward_training.evaluation_page import Content
@@ -92,21 +93,16 @@ def evaluate(
     columns = _select_names(humans, list(table.humans), "human column")
     bad = {name: len(table.record[rows].unique()) for name, rows in table.both_bad.items()}
     table = table.drop_both_bad() if settings.both_bad == "drop" else table
-    results = []
-    for column in columns:
-        for dim in dims:
-            results.append(
-                {
-                    "score": dim,
-                    "human": column,
-                    "both_bad": bad.get(column, 0),
-                    **_agreement(table, dim, column, settings),
-                }
-            )
+    results = [
+        {"score": dim, "human": column, "both_bad": bad.get(column, 0)}
+        | _agreement(table, dim, column, settings)
+        for column in columns
+        for dim in dims
+    ]
     return {
         "rows": len(table.record),
-        "records": _count_distinct(table.record),
-        "prompts": _count_distinct(table.prompt),
+        "records": len(table.record.unique()),
+        "prompts": len(table.prompt.unique()),
         "fingerprints": list(table.fingerprints),
         "settings": asdict(settings),
         "results": results,
@@ -114,8 +110,7 @@ def evaluate(
 
 
 def _select_names(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
-    unknown = [name for name in wanted or [] if name not in known]
-    if unknown:
+    if unknown := [name for name in wanted or [] if name not in known]:
         raise ValueError(
             f"no {what} {', '.join(map(repr, unknown))}; the table has {', '.join(known)}"
         )
@@ -164,8 +159,9 @@ def _pair_measures(compared: ScoredPairs, settings: Settings) -> dict[str, Measu
     lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
     fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
     cool, bins = agreement.calibrate_leads(lead, share, fold), settings.num_bins
-    right = ((lead.sign() == human) & (human != 0)).double()
-    half = torch.where(human == 0, 0.5, right)
+    decided = human != 0
+    right = ((lead.sign() == human) & decided).double()
+    half, fair = torch.where(decided, right, 0.5), torch.where(lead == 0, 0.5, right)[decided]
     resampled = {
         "accuracy_ties_half": lambda w: resampling.mean(half, w),
         "accuracy_ties_wrong": lambda w: resampling.mean(right, w),
@@ -178,21 +174,16 @@ def _pair_measures(compared: ScoredPairs, settings: Settings) -> dict[str, Measu
         name: _measure(statistic, cluster, settings, len(lead))
         for name, statistic in resampled.items()
     }
-    measures["accuracy_without_ties"] = _measure(
-        lambda w: resampling.accuracy_without_ties(lead, human, w),
-        cluster,
-        settings,
-        int((human != 0).sum()),
-    )
-    decided = human != 0
-    fair = torch.where(lead == 0, 0.5, right)[decided]
-    measures["accuracy_score_ties_half"] = _measure(
-        lambda w: resampling.mean(fair, w), cluster[decided], settings, len(fair)
-    )
     # No interval: it depends on the order of the rows, which a resample does not have.
     videoalign = agreement.videoalign_accuracy_with_ties(lead, human)
-    measures["accuracy_sets"] = _set_measure(compared, settings)
-    return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
+    return measures | {
+        "accuracy_without_ties": _measure(
+            lambda w: resampling.accuracy_without_ties(lead, human, w), cluster, settings, len(fair)
+        ),
+        "accuracy_score_ties_half": _measure_mean(fair, cluster[decided], settings),
+        "accuracy_sets": _set_measure(compared, settings),
+        "accuracy_videoalign": Measure(videoalign, n=len(lead)),
+    }
 
 
 def _set_measure(compared: ScoredPairs, settings: Settings) -> Measure:
@@ -202,14 +193,10 @@ def _set_measure(compared: ScoredPairs, settings: Settings) -> Measure:
     to the best threshold.
     """
     threshold = agreement.best_tie_threshold(compared.lead, compared.human).threshold
-    right, owner = agreement.score_whole_sets(
-        compared.lead[compared.whole],
-        compared.human[compared.whole],
-        compared.group[compared.whole],
-        threshold,
-        compared.cluster[compared.whole],
-    )
-    return _measure(lambda w: resampling.mean(right, w), owner, settings, len(right))
+    columns = compared.lead, compared.human, compared.group, compared.cluster
+    lead, human, group, cluster = (column[compared.whole] for column in columns)
+    right, owner = agreement.score_whole_sets(lead, human, group, threshold, cluster)
+    return _measure_mean(right, owner, settings)
 
 
 def _row_measures(
@@ -217,40 +204,36 @@ def _row_measures(
 ) -> dict[str, Measure]:
     """Return Kendall's tau within groups, and for ratings also Spearman's correlation."""
     score, human = table.scores[dim], table.humans[column]
-    rows = (score.isfinite() & human.isfinite()).nonzero()[:, 0]
-    x, y, group, prompt = (
-        score[rows],
-        human[rows],
-        number_groups(table, column)[rows],
-        table.prompt[rows],
-    )
+    known = score.isfinite() & human.isfinite()
+    columns = score, human, number_groups(table, column), table.prompt
+    x, y, group, prompt = (values[known] for values in columns)
     taus = agreement.kendall(x, y, group)
     ids, index = group.unique(return_inverse=True)
     owner = prompt.new_zeros(len(ids)).scatter(0, index, prompt)
     owner, taus = owner[taus.isfinite()], taus[taus.isfinite()]
-    tau = _measure(lambda w: resampling.mean(taus, w), owner, settings, len(taus))
     rho = Measure(math.nan)
     if column.startswith("rating/"):
-        rho = _measure(lambda w: resampling.spearman(x, y, w), prompt, settings, len(rows))
-    return {"kendall": tau, "spearman": rho}
+        rho = _measure(lambda w: resampling.spearman(x, y, w), prompt, settings, len(x))
+    return {"kendall": _measure_mean(taus, owner, settings), "spearman": rho}
 
 
-def _measure(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
+def _measure_mean(values: Tensor, cluster: Tensor, settings: Settings) -> Measure:
+    return _measure(lambda w: resampling.mean(values, w), cluster, settings, len(values))
+
+
+def _measure(
+    statistic: Callable[[Tensor], Tensor], cluster: Tensor, settings: Settings, n: int
+) -> Measure:
     """Return the statistic of all rows, with its interval."""
     value = math.nan
     if len(cluster):
         value = float(statistic(torch.ones(1, len(cluster), dtype=torch.float64)))
     if math.isnan(value) or not settings.repeats:
         return Measure(value, n=n)
-    return Measure(
-        value, *resampling.bootstrap(statistic, cluster, settings.repeats, _generator(settings)), n
-    )
+    drawn = _generator(settings)
+    return Measure(value, *resampling.bootstrap(statistic, cluster, settings.repeats, drawn), n)
 
 
-def _generator(settings: Settings) -> Any:
+def _generator(settings: Settings) -> torch.Generator:
     """Return a generator with the same seed for every measure, so all see the same resamples."""
     return torch.Generator().manual_seed(settings.seed)
-
-
-def _count_distinct(ids: Any) -> int:
-    return len(ids.unique())

@@ -60,17 +60,12 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
         + (f"; {ties:,} equal scores count half" if (ties := rows[0]["score_ties"]) else "")
         + "."
         + (" This is not above chance." if found["low"] <= 0.5 or found["value"] <= 0.5 else "")
-        + _ceiling(rows[0]["annotators_agree"])
-    )
-
-
-def _ceiling(share: float) -> str:
-    """Return a sentence on the agreement between annotators; "" if it is unknown."""
-    if not math.isfinite(share):
-        return ""
-    return (
-        f" Two annotators agree in {100 * share:.1f} % of the cases, the ceiling of agreement with "
-        "one annotator."
+        + (
+            f" Two annotators agree in {100 * share:.1f} % of the cases, the ceiling of agreement "
+            "with one annotator."
+            if math.isfinite(share := rows[0]["annotators_agree"])
+            else ""
+        )
     )
 
 
@@ -81,9 +76,8 @@ def cautions(content: Content) -> list[str]:
         warnings.append(f"With only {content['prompts']} prompts, the intervals are too narrow.")
     if len(content["fingerprints"]) > 1:
         warnings.append(f"Scores of {len(content['fingerprints'])} different versions are mixed.")
-    lost = [r for r in content["results"] if r["unscored"]]
-    if lost:
-        worst = max(lost, key=lambda r: r["unscored"])
+    worst = max(content["results"], key=lambda r: r["unscored"])
+    if worst["unscored"]:
         warnings.append(
             f"Pairs without two valid scores are left out, at most {worst['unscored']:,} "
             f"({worst['score']} in {worst['human']})."

@@ -193,8 +193,6 @@ class Regression(RewardLoss):
 
     def __init__(self, delta: PositiveFloat | None = None):
         super().__init__()
-        if delta is not None and not delta > 0:
-            raise ValueError(f"delta is {delta}; it must be above 0, or null for squared error")
         self.delta = delta
 
     @override

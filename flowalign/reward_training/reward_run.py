@@ -12,10 +12,10 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
 from flowalign.functional.rating import Features
 from flowalign.reward_training.embeddings import Embeddings
-from flowalign.reward_training.labels import Preferences, gather_preferences
+from flowalign.reward_training.labels import PARTS, Preferences, gather_preferences
 from flowalign.reward_training.losses import LabelKind
 from flowalign.reward_training.model_folder import finish, restore_state, save_state
-from flowalign.reward_training.training import RewardTrainer, frames_for, seeded_draws
+from flowalign.reward_training.training import RewardTrainer, seeded_draws
 from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.times import Times
@@ -144,20 +144,14 @@ def _train(
     preferences, identity = read_preferences(run)
     with seeded_draws(run.seed, torch.device("cpu"), "adapters"):
         run.backbone.load()
-    run.backbone.network.to(_device(run))
+    on_gpu = run.device != "cpu" and torch.cuda.is_available()
+    run.backbone.network.to("cuda" if on_gpu else "cpu")
     features, preferences = embed_preferences(run, preferences, log)
     if isinstance(run.backbone, NoisyBackbone) and run.times:
         features = NoisedFeatures(run.backbone, features, preferences, run.times, run.seed)
-    trainer = RewardTrainer(
-        run.backbone,
-        run.head,
-        run.dimensions,
-        preferences,
-        features,
-        run.optimizer,
-        run.schedule,
-        run.seed,
-    )
+    models = run.backbone, run.head, run.dimensions
+    settings = run.optimizer, run.schedule, run.seed
+    trainer = RewardTrainer(*models, preferences, features, *settings)
     if resume and (folder / STATE).is_file():
         restore_state(folder / STATE, trainer, identity)
     elif overwrite:
@@ -174,25 +168,23 @@ def _train(
     return finish(folder / MODEL, trainer, _describe_run(run, config, preferences, identity))
 
 
-def _device(run: RewardRun) -> torch.device:
-    cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if cuda else "cpu")
-
-
 def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
     """Gather the table of all datasets; return it with its fingerprint."""
     sets = [open_dataset(d.path, d.schema, d.root, d.columns) for d in run.data]
     records: list[Record] = [record for some in sets for record in some]
-    kinds: dict[str, LabelKind] = {
-        name: dimension.labels for name, dimension in run.dimensions.items()
-    }
+    kinds: dict[str, LabelKind] = {n: d.labels for n, d in run.dimensions.items()}
     preferences = gather_preferences(records, kinds, run.seed, (run.held_out, run.test))
-    if (bad := len(preferences.problems)) > run.max_failed_fraction * len(records):
-        raise ValueError(
-            f"{bad} of {len(records)} rows are invalid (max_failed_fraction "
-            f"{run.max_failed_fraction:g}); the first: {preferences.problems[0]}"
-        )
+    _check_failures(run, preferences.problems, len(records), "rows are invalid")
     return preferences, preferences.fingerprint()
+
+
+def _check_failures(run: RewardRun, problems: Sequence[str], total: int, what: str) -> None:
+    """Raise ValueError if more than `max_failed_fraction` of the records or samples failed."""
+    if len(problems) > run.max_failed_fraction * total:
+        raise ValueError(
+            f"{len(problems)} of {total} {what} (max_failed_fraction "
+            f"{run.max_failed_fraction:g}); the first: {problems[0]}"
+        )
 
 
 def embed_preferences(
@@ -200,16 +192,11 @@ def embed_preferences(
 ) -> tuple[Features, Preferences]:
     """Embed all samples; return features, and preferences without the failed samples."""
     cache = Path(run.embeddings) if run.embeddings else None
-    embeddings = Embeddings(run.backbone, frames_for(run.backbone), cache)
+    embeddings = Embeddings(run.backbone, cache)
     features, failed = embeddings(preferences.samples)
     total = len(preferences.samples)
     log(f"{total} samples; {embeddings.num_computed} embedded now, {len(failed)} unreadable")
-    if len(failed) > run.max_failed_fraction * total:
-        first = min(failed)
-        raise ValueError(
-            f"{len(failed)} of {total} samples failed (max_failed_fraction "
-            f"{run.max_failed_fraction:g}); the first: {failed[first]}"
-        )
+    _check_failures(run, [failed[row] for row in sorted(failed)], total, "samples failed")
     return features, preferences.exclude(failed)
 
 
@@ -227,9 +214,7 @@ def _describe_run(
         "data": {
             "sources": [d.path for d in run.data],
             "fingerprint": identity,
-            "records": {
-                part: len(preferences.rows(part)) for part in ("train", "held_out", "test")
-            },
+            "records": {part: len(preferences.rows(part)) for part in PARTS},
             "samples": len(preferences.samples),
             "unlabelled": preferences.num_unlabelled,
             "invalid": len(preferences.problems),

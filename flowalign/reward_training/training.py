@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.reward_training.embeddings import embed_samples, frames_for
+from flowalign.reward_training.embeddings import embed_samples
 from flowalign.reward_training.labels import Preferences, measure_agreement
 from flowalign.reward_training.training_parts import (
     Dimension,
@@ -57,8 +57,8 @@ class RewardTrainer:
         self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
         self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
         if schedule.ridge:
-            kinds = [d.labels for d in dimensions.values()]
-            first_stage(schedule.ridge, self.rater, self.features, preferences, self.targets, kinds)
+            dims = list(dimensions.values())
+            first_stage(schedule.ridge, self.rater, self.features, preferences, self.targets, dims)
         self.rater.to(self.device)
         self.losses.to(self.device)
         self.optimizer = self._optimizer()
@@ -130,10 +130,11 @@ class RewardTrainer:
         weights = [p for n, p in self.trained().items() if not n.startswith("losses.")]
         if not weights:
             raise ValueError("schedule.ridge.freeze leaves no trainable weights in this head")
-        own = {"params": list(self.losses.parameters()), "weight_decay": 0.0}
+        own = [p for n, p in self.trained().items() if n.startswith("losses.")]
+        groups = [{"params": weights}, {"params": own, "weight_decay": 0.0}]
         cfg = self.cfg
         common = {"weight_decay": cfg.weight_decay, "betas": cfg.betas, "eps": cfg.eps}
-        return torch.optim.AdamW([{"params": weights}, own], lr=cfg.learning_rate, **common)
+        return torch.optim.AdamW(groups, lr=cfg.learning_rate, **common)
 
     def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
         """Run one update on some records; skip it if the gradient is not finite."""
@@ -173,7 +174,7 @@ class RewardTrainer:
         if not self.tuned:
             return self.features.take(used).to(self.device)
         samples = [self.preferences.samples[i] for i in used.tolist()]
-        features, failed = embed_samples(self.backbone, frames_for(self.backbone), samples)
+        features, failed = embed_samples(self.backbone, samples)
         labels = self.preferences.labels.isfinite().any(2)
         needed = set(self.preferences.candidate[labels].tolist())
         if lost := [why for row, why in failed.items() if int(used[row]) in needed]:

@@ -85,7 +85,7 @@ def first_stage(
     features: Features,
     preferences: Preferences,
     targets: Float[Tensor, "B m R"],
-    kinds: Sequence[LabelKind],
+    dimensions: Sequence[Dimension],
 ) -> None:
     """Set the rater's linear layer, with the penalty of the lowest error on held-out records.
 
@@ -101,8 +101,9 @@ def first_stage(
     linear, dims = layer
     joint = rater.joint(features.joint)
     for row, d in enumerate(dims):
-        x, y = _problem(joint, preferences, targets[..., d], kinds[d], "train")
-        x_held, y_held = _problem(joint, preferences, targets[..., d], kinds[d], "held_out")
+        kind = dimensions[d].labels
+        x, y = _problem(joint, preferences, targets[..., d], kind, "train")
+        x_held, y_held = _problem(joint, preferences, targets[..., d], kind, "held_out")
         if not len(y) or not len(y_held):
             raise ValueError(f"ridge: dimension {d} has no label to train on or none held out")
         fits = [ridge(x, y, penalty) for penalty in cfg.penalties]

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from flowalign.cli.main import parse
 from flowalign.cli.reward import run as run_reward
 from flowalign.data.media.media import Media
+from flowalign.reward_training import embeddings
 from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
 from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import MediaBatch
@@ -487,11 +488,11 @@ def test_features_are_computed_once_and_by_content(trained, clip, tmp_path):
     backbone = PooledFrames(OpenClip(str(clip)))
     backbone.load()
     some = samples(trained[0])
-    first = Embeddings(backbone, read, tmp_path)
+    first = Embeddings(backbone, tmp_path)
     features, failed = first(some)
     assert (first.num_computed, failed) == (8, {})
     shutil.copy(trained[0] / "0-0.png", tmp_path / "copy.png")
-    second = Embeddings(backbone, read, tmp_path)
+    second = Embeddings(backbone, tmp_path)
     again, _ = second(
         [RewardSample(Media(path=str(tmp_path / "copy.png")), "a red circle"), *some[1:]]
     )
@@ -512,17 +513,17 @@ def test_features_are_computed_once_and_by_content(trained, clip, tmp_path):
     other = PooledFrames(OpenClip(str(clip)), joint=["image"])
     other.load()
     assert other.fingerprint != backbone.fingerprint
-    assert Embeddings(other, read, tmp_path)(some)[0].joint.shape == (8, 12)
+    assert Embeddings(other, tmp_path)(some)[0].joint.shape == (8, 12)
 
 
 def test_a_damaged_file_of_the_cache_is_computed_again(trained, clip, tmp_path):
     backbone = PooledFrames(OpenClip(str(clip)))
     backbone.load()
-    Embeddings(backbone, read, tmp_path)(samples(trained[0]))
+    Embeddings(backbone, tmp_path)(samples(trained[0]))
     (file,) = tmp_path.rglob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    second = Embeddings(backbone, read, tmp_path)
+    second = Embeddings(backbone, tmp_path)
     second(samples(trained[0]))
     assert (second.store.num_damaged, second.num_computed) == (1, 8)
     assert file.read_bytes() == whole
@@ -578,7 +579,7 @@ def test_the_source_of_an_edit_is_encoded_like_the_edit():
     assert not PooledFrames(Corners()).reads_references
 
 
-def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp_path):
+def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp_path, monkeypatch):
     levels = {"s": 0.1, "t": 0.7, "edit": 0.4}
     backbone = PooledFrames(Corners(), joint=["source", "image"])
     backbone.load()
@@ -588,12 +589,13 @@ def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp
     def medium(name):
         return Media(path=str(tmp_path / name))
 
-    def read(found):
+    def read(_, found):
         return torch.full((1, 3, 4, 4), levels[found.path.rpartition("/")[2]])
 
+    monkeypatch.setattr(embeddings, "read_frames", read)
     some = [RewardSample(medium("edit"), "a", [medium(name)]) for name in ("s", "t", "s")]
     for num in (2, 0):  # the first and the third sample are the same
-        cached = Embeddings(backbone, read, tmp_path / "cache")
+        cached = Embeddings(backbone, tmp_path / "cache")
         features, failed = cached([*some, RewardSample(medium("edit"), "a")])
         torch.testing.assert_close(features.joint[:3, 0], torch.tensor([0.1, 0.7, 0.1]))
         torch.testing.assert_close(features.joint[:3, 6], torch.full((3,), 0.4))
@@ -601,13 +603,14 @@ def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp
         assert cached.num_computed == num
 
 
-def test_media_of_different_shapes_keep_their_order():
+def test_media_of_different_shapes_keep_their_order(monkeypatch):
     backbone = PooledFrames(Corners())
     backbone.load()
     shapes = [(1, 4, 4), (2, 3, 3), (1, 4, 4), (2, 4, 4)]
     media = {str(i): torch.full((f, 3, h, w), i / 10) for i, (f, h, w) in enumerate(shapes)}
     some = [RewardSample(Media(path=name), "abc") for name in media]
-    features, failed = embed_samples(backbone, lambda m: media[m.path], some)
+    monkeypatch.setattr(embeddings, "read_frames", lambda _, medium: media[medium.path])
+    features, failed = embed_samples(backbone, some)
     assert not failed
     torch.testing.assert_close(features.joint[:, 0], torch.tensor([0.0, 0.1, 0.2, 0.3]))
 
