@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from flowalign.functional import resampling
+
 # Accuracy -----------------------------------------------------------------------------------------
 
 
@@ -46,16 +48,10 @@ def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> Tie
 
     Source: tie calibration of "Ties Matter", arXiv:2305.14324.
     """
-    size, right = _right_if_first_are_ties(lead, human)
-    if len(size) == 0:
+    if len(lead) == 0:
         return TieThreshold(math.nan, math.nan)
-    # Leads of equal size become ties together: a cut is attainable only where the next is larger.
-    # Equal scores are ties at any threshold, so the cut "no ties" is never better than the next one
-    # if there are equal scores.
-    end = torch.ones(1, dtype=torch.bool)
-    attainable = torch.cat([end, size[1:] > size[:-1], end])
-    best = int(torch.where(attainable, right, -1).argmax())
-    return TieThreshold(float(right[best]) / len(size), float(size[best - 1]) if best else 0.0)
+    right, threshold = resampling.best_threshold(lead, human, _once(lead))
+    return TieThreshold(float(right) / len(lead), float(threshold))
 
 
 def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
@@ -64,8 +60,8 @@ def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "
     It never tries a threshold without ties, so it can be too low. It splits leads of equal size
     into ties and decisions by row order, so it can also be too high.
     """
-    size, right = _right_if_first_are_ties(lead, human)
-    return float(right[1:].max()) / len(size) if len(size) else math.nan
+    _, right = resampling.right_if_first_are_ties(lead, human, _once(lead))
+    return float(right[0, 1:].max()) / len(lead) if len(lead) else math.nan
 
 
 def score_whole_sets(
@@ -91,17 +87,9 @@ def score_whole_sets(
 # Correlation --------------------------------------------------------------------------------------
 
 
-def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Return the linear correlation; NaN if x or y is constant."""
-    if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
-        return math.nan
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    return float((x @ y) / (x.norm() * y.norm()))
-
-
 def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Return the correlation of ranks; equal values get the mean of their ranks."""
-    return pearson(_ranks(x), _ranks(y))
+    """Return the correlation of ranks, which equal values share; NaN if x or y is constant."""
+    return float(resampling.spearman(x, y, _once(x)))
 
 
 def kendall(
@@ -239,20 +227,9 @@ def folds(cluster: Int[Tensor, "n"], num: int, generator: torch.Generator) -> In
     return (torch.randperm(len(ids), generator=generator) % num)[index]
 
 
-def _right_if_first_are_ties(lead: Tensor, human: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted |lead|, and the number right if the first 0 ... n count as ties."""
-    size, order = lead.double().abs().sort(stable=True)
-    human, lead = human[order], lead[order]
-    zero = torch.zeros(1, dtype=torch.long)
-    ties = torch.cat([zero, (human == 0).long().cumsum(0)])
-    ordered = ((lead.sign() == human) & (human != 0)).long()
-    beyond = ordered.sum() - torch.cat([zero, ordered.cumsum(0)])
-    return size, ties + beyond
-
-
-def _ranks(x: Tensor) -> Tensor:
-    _, index, count = x.unique(return_inverse=True, return_counts=True)
-    return (count.cumsum(0) - (count - 1) / 2).double()[index]
+def _once(x: Tensor) -> Float[Tensor, "1 n"]:
+    """Return the resample in which each row occurs once."""
+    return torch.ones(1, len(x), dtype=torch.float64)
 
 
 def _mean(x: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.transition import per_row
+from flowalign.functional.transition import flow_std, per_row
 
 Space = Literal["velocity", "noise", "data", "v"]
 """Space of the squared residuals. velocity: flow matching. noise: epsilon prediction, as in SD1.5
@@ -54,7 +54,7 @@ def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         return 1 - sigma
     if space == "data":
         return sigma
-    return ((1 - sigma) ** 2 + sigma**2).sqrt()
+    return flow_std(sigma)
 
 
 def sample_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n"]:

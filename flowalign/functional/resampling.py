@@ -100,7 +100,7 @@ def best_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
     """Return the accuracy with ties, at the best threshold of each resample."""
-    return _best_threshold(lead, human, weight)[0] / weight.sum(1)
+    return best_threshold(lead, human, weight)[0] / weight.sum(1)
 
 
 def held_out_accuracy(
@@ -115,7 +115,7 @@ def held_out_accuracy(
         return right.fill_(math.nan)
     for part in parts:
         in_fold = fold == part
-        threshold = _best_threshold(lead[~in_fold], human[~in_fold], weight[:, ~in_fold])[1]
+        threshold = best_threshold(lead[~in_fold], human[~in_fold], weight[:, ~in_fold])[1]
         tie = lead[in_fold].abs().double() <= threshold[:, None]
         correct = torch.where(tie, human[in_fold] == 0, lead[in_fold].sign() == human[in_fold])
         right += (correct * weight[:, in_fold]).sum(1)
@@ -148,18 +148,30 @@ def spearman(
     return (a * b * weight).sum(1) / (squares[0] * squares[1]).sqrt()
 
 
-def _best_threshold(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best threshold of each resample, after the weight of right answers at it."""
+def best_threshold(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
+    """Return the weight of right answers at the best threshold, and the threshold."""
+    size, right = right_if_first_are_ties(lead, human, weight)
+    # Leads of equal size become ties together: a cut is attainable only where the next is larger.
+    # Equal scores are ties at any threshold, so the cut "no ties" is never better than the next one
+    # if there are equal scores.
+    end = torch.ones(1, dtype=torch.bool)
+    attainable = torch.cat([end, size[1:] > size[:-1], end])
+    best, place = right.masked_fill(~attainable, -1.0).max(1)
+    return best, torch.cat([size.new_zeros(1), size])[place]
+
+
+def right_if_first_are_ties(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "b n+1"]]:
+    """Return the sorted |lead|, and the weight that is right if the first 0 ... n count as ties."""
     size, order = lead.double().abs().sort(stable=True)
     weight, human, sign = weight[:, order], human[order], lead[order].sign()
     zero = weight.new_zeros(len(weight), 1)
     ties = torch.cat([zero, (weight * (human == 0)).cumsum(1)], 1)
     ordered = torch.cat([zero, (weight * ((sign == human) & (human != 0))).cumsum(1)], 1)
-    end = torch.ones(1, dtype=torch.bool)
-    attainable = torch.cat([end, size[1:] > size[:-1], end])
-    right = ties + ordered[:, -1:] - ordered
-    best, place = right.masked_fill(~attainable, -1.0).max(1)
-    return best, torch.cat([size.new_zeros(1), size])[place]
+    return size, ties + ordered[:, -1:] - ordered
 
 
 def _ranks(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import Gaussian, Kernel, mean_sensitivity
 
 
@@ -48,7 +49,7 @@ def ratio_norm(
 
     Source: GRPO-Guard, arXiv:2510.22319v1, RatioNorm.
     """
-    return std * (log_ratio + _square(mean, mean_old) / (2 * std**2))
+    return std * (log_ratio + sample_error(mean - mean_old) / (2 * std**2))
 
 
 def log_hinge(
@@ -82,7 +83,7 @@ def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
 
     Source: Flow-GRPO, arXiv:2505.05470v5, its KL term as printed.
     """
-    return _square(p.mean, q.mean) / (2 * p.std**2)
+    return sample_error(p.mean - q.mean) / (2 * p.std**2)
 
 
 def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, "*n"]) -> Float[Tensor, "n"]:
@@ -96,11 +97,7 @@ def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, "*n"]) -> Floa
 
 def latent_mse(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
     """Return mean((mu_p - mu_q)^2), the KL for the "unit" density of CPS."""
-    return _square(p.mean, q.mean)
-
-
-def _square(a: Tensor, b: Tensor) -> Float[Tensor, "n"]:
-    return (a - b).square().flatten(1).mean(1)
+    return sample_error(p.mean - q.mean)
 
 
 StepWeight = Literal["uniform", "std", "dt", "inverse_dt", "inverse_sensitivity", "proportional"]

@@ -28,12 +28,6 @@ def test_bradley_terry_by_hand():
     assert_close(got, t(won, lost, (won + lost) / 2, 0.75 * won + 0.25 * lost))
 
 
-def test_margins_by_hand():
-    """Winner leads by ln 3 + 0.5 with margin 0.5: 3/4. Loser is behind by ln 3 - 0.5: 1/4."""
-    a, b = t(LN3 + 0.5, LN3 - 0.5), torch.zeros(2)
-    assert_close(loss.margin(a, b, t(1, 0), 0.5), t(-math.log(3 / 4), -math.log(1 / 4)))
-
-
 def test_equal_scores_tie_with_two_thirds_at_k_five():
     """P(A) = sigmoid(-ln 5) = 1/6 twice, and (25 - 1) / 36 between them."""
     zero, log_k = torch.zeros(3), t(math.log(5))
@@ -170,7 +164,6 @@ def test_losses_and_gradients_are_finite_however_far_apart_the_scores_are(far, t
     both = torch.ones(1, 2, dtype=torch.bool)
     every = [
         loss.bradley_terry(a, zero, p),
-        loss.margin(a, zero, p),
         loss.bt_with_ties(a, zero, p, t(math.log(5))),
         loss.thurstone(a, zero, p, zero, zero),
         loss.uncertainty(a, zero, p, zero, zero),
@@ -211,7 +204,6 @@ def test_swapping_a_and_b_changes_nothing():
     k = t(0.2, 1, 3, dtype=torch.float64)
     for f, target, first, second in (
         (loss.bradley_terry, p, (), ()),
-        (loss.margin, p, (), ()),
         (loss.bt_with_ties, hard, (k,), (k,)),
         (loss.thurstone, p, (s, r), (r, s)),
         (loss.uncertainty, p, (s, r), (r, s)),
@@ -248,7 +240,6 @@ def test_gradients_are_those_of_finite_differences():
     log_k = t(0.7, 1.9, dtype=torch.float64).requires_grad_()
     for f, inputs in (
         (lambda a, b: loss.bradley_terry(a, b, p), (a, b)),
-        (lambda a, b: loss.margin(a, b, p), (a, b)),
         (lambda a, b, k: loss.bt_with_ties(a, b, hard, k), (a, b, log_k)),
         (lambda a, b, s, r: loss.thurstone(a, b, p, s, r), (a, b, s, r)),
         (lambda a, b, s, r: loss.uncertainty(a, b, p, s, r), (a, b, s, r)),
@@ -281,17 +272,16 @@ def against(g, name, each, mask, a, b):
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["bt", "margin", "constant_margin", "btt"])
+PAIR_LOSSES = {
+    "bt": loss.bradley_terry,
+    "btt": partial(loss.bt_with_ties, log_k=t(math.log(5))),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_pair_losses_are_those_of_videoalign(align, name):
     a, b = align["A"].requires_grad_(), align["B"].requires_grad_()
-    p = align["target"]
-    gap = (2 * p - 1) * (align["scores_A"] - align["scores_B"])  # negative if they contradict
-    each = {
-        "bt": lambda: loss.bradley_terry(a, b, p),
-        "margin": lambda: loss.margin(a, b, p, gap),
-        "constant_margin": lambda: loss.margin(a, b, p),
-        "btt": lambda: loss.bt_with_ties(a, b, p, t(math.log(5))),
-    }[name]()
+    each = PAIR_LOSSES[name](a, b, align["target"])
     against(align, name, each, align["labelled" if name == "btt" else "decided"], a, b)
 
 
@@ -310,15 +300,10 @@ def hps():
     return g, a, b, torch.ones(6)
 
 
-@pytest.mark.parametrize("name", ["bt", "constant_margin", "btt"])
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_pair_losses_are_those_of_hpsv3(hps, name):
     g, a, b, p = hps
-    f = {
-        "bt": loss.bradley_terry,
-        "constant_margin": loss.margin,
-        "btt": partial(loss.bt_with_ties, log_k=t(math.log(5))),
-    }[name]
-    mean = f(a[:, 0], b[:, 0], p).mean()
+    mean = PAIR_LOSSES[name](a[:, 0], b[:, 0], p).mean()
     assert_close(mean, g[name], rtol=1e-5, atol=0)
     ours = torch.autograd.grad(mean, (a, b))
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
