@@ -4,6 +4,7 @@ The VAE of an image model can run on overlapping tiles, with diffusers' tiled en
 Neighbouring tiles share a quarter of their side, in which diffusers blends them.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -23,35 +24,6 @@ _UNIT = 4
 """Latents that divide a tile's side, so that a quarter of it is a whole number of latents."""
 
 
-def set_tile(vae: Any, side: int) -> None:
-    """Let a VAE encode and decode tiles of `side` x `side` pixels."""
-    if hasattr(vae, "tile_latent_min_size"):  # AutoencoderKL, AutoencoderKLFlux2
-        vae.enable_tiling()
-        vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // _pixels(vae)
-    else:
-        vae.enable_tiling(side, side, _stride(side), _stride(side))
-
-
-def check_tile(vae: Any, side: int, height: int, width: int) -> None:
-    """Check a tile's side for images of this size.
-
-    Raises:
-        ValueError: The VAE cannot run on tiles, a tile is as large as the image, or a quarter of
-            the side is no whole number of latents.
-    """
-    if _pixels(vae) == 0:
-        raise ValueError(
-            f"vae_tile is {side}, but {type(vae).__name__} does not support tiles: set it to null"
-        )
-    unit = _UNIT * _pixels(vae)
-    largest = (max(height, width) - 1) // unit * unit
-    if side % unit or side > largest:
-        raise ValueError(
-            f"vae_tile is {side}; allowed for images of {height} x {width}: multiples of {unit} "
-            f"up to {largest}, or null for no tiles"
-        )
-
-
 def suggest_tile(vae: Any, height: int, width: int) -> int | None:
     """Return the side of tiles that divide an image in about 2 x 2; None without any."""
     unit = _UNIT * _pixels(vae)
@@ -61,14 +33,9 @@ def suggest_tile(vae: Any, height: int, width: int) -> int | None:
 def count_pixels(side: int, height: int, width: int) -> int:
     """Return the pixels of all tiles of an image; those at its end may be smaller."""
     return prod(
-        sum(min(side, length - start) for start in range(0, length, _stride(side)))
+        sum(min(side, length - start) for start in range(0, length, side * 3 // 4))
         for length in (height, width)
     )
-
-
-def _stride(side: int) -> int:
-    """Return the pixels between neighbouring tiles."""
-    return side * 3 // 4
 
 
 def _pixels(vae: Any) -> int:
@@ -78,8 +45,9 @@ def _pixels(vae: Any) -> int:
     return getattr(vae, "spatial_compression_ratio", 0)
 
 
-_LARGE = 10**9
-"""Peak bytes of decoding above which a plan names a setting that lowers it."""
+LARGE = 10**9
+"""Peak bytes of decoding above which a plan names settings that lower it. Finding one takes up to a
+second."""
 
 
 class Codec(DifferentiableDecoder):
@@ -115,17 +83,40 @@ class Codec(DifferentiableDecoder):
 
     def set_up(self) -> None:
         """Apply the memory settings to the VAE."""
-        if tile := self.network.setup.vae_tile:
-            set_tile(self.vae, tile)
+        if not (side := self.network.setup.vae_tile):
+            return
+        if hasattr(self.vae, "tile_latent_min_size"):  # AutoencoderKL, AutoencoderKLFlux2
+            self.vae.enable_tiling()
+            self.vae.tile_sample_min_size = side
+            self.vae.tile_latent_min_size = side // _pixels(self.vae)
+        else:
+            self.vae.enable_tiling(side, side, side * 3 // 4, side * 3 // 4)
 
     def check_tile(self, side: int) -> None:
-        """Raise ValueError if the VAE cannot run on tiles of `side` x `side` pixels."""
+        """Check the side of the VAE's tiles.
+
+        Raises:
+            ValueError: The VAE cannot run on tiles, a tile is as large as the image, or a quarter
+                of the side is no whole number of latents.
+        """
         if self.network.computes_at_load:
             raise ValueError(
                 f"vae_tile is {side}, but {self.network.owner} decodes with its pipeline: "
                 "use the policy of the family, or set it to null"
             )
-        check_tile(self.folder.vae_on_meta(), side, self.height, self.width)
+        vae = self.folder.vae_on_meta()
+        if _pixels(vae) == 0:
+            raise ValueError(
+                f"vae_tile is {side}, but {type(vae).__name__} does not support tiles: set it to "
+                "null"
+            )
+        unit = _UNIT * _pixels(vae)
+        largest = (max(self.height, self.width) - 1) // unit * unit
+        if side % unit or side > largest:
+            raise ValueError(
+                f"vae_tile is {side}; allowed for images of {self.height} x {self.width}: "
+                f"multiples of {unit} up to {largest}, or null for no tiles"
+            )
 
     def on_meta(self) -> Any:
         """Return a copy with its VAE on the meta device, for memory estimates."""
@@ -181,7 +172,7 @@ class Codec(DifferentiableDecoder):
         encoders, other, tile = encoder_bytes(), self.on_meta(), self.network.setup.vae_tile
         decoding, savings = other.decode_bytes(plan.latent_shape, tile), [*plan.savings]
         smaller = suggest_tile(other.vae, self.height, self.width)
-        if decoding > _LARGE and smaller and not tile and not self.network.computes_at_load:
+        if decoding > LARGE and smaller and not tile and not self.network.computes_at_load:
             saved = decoding - other.decode_bytes(plan.latent_shape, smaller)
             savings.append(Saving("decoding", f"vae_tile: {smaller}", saved))
         x = torch.empty(1, *plan.latent_shape, device="meta")
@@ -212,7 +203,23 @@ class Codec(DifferentiableDecoder):
         return others + max(one, pixel * (tile**2 + 2 * self.height * self.width))
 
 
-class SingleFrameCodec(Codec):
+class StandardizedCodec(Codec):
+    """Codec that normalises latents by their mean and standard deviation."""
+
+    @abstractmethod
+    def statistics(self) -> Sequence[Tensor]:
+        """Return the mean and standard deviation of raw latents, broadcastable to them."""
+
+    def normalize(self, z: Tensor) -> Tensor:
+        mean, std = self.statistics()
+        return (z - mean) / std
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        mean, std = self.statistics()
+        return x * std + mean
+
+
+class SingleFrameCodec(StandardizedCodec):
     """Encodes images as clips of one frame, with a VAE that has statistics per channel."""
 
     def decode(self, x: Tensor) -> Tensor:
@@ -223,16 +230,7 @@ class SingleFrameCodec(Codec):
         z = self.vae.encode(pixels[:, :, None], return_dict=False)[0].mode()
         return self.normalize(z[:, :, 0])
 
-    def normalize(self, z: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return (z - mean) / std
-
-    def denormalize(self, x: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return x * std + mean
-
-    def _statistics(self) -> list[Tensor]:
-        """Return the mean and standard deviation of raw latents."""
+    def statistics(self) -> list[Tensor]:
         values = [self.vae.config.latents_mean, self.vae.config.latents_std]
         both = torch.tensor(values, device=self.vae.device, dtype=torch.float32)
         return list(both[:, :, None, None])

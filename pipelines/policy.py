@@ -1,9 +1,9 @@
 """Composes a policy from the network, codec and text encoder of a diffusers pipeline."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from copy import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +21,12 @@ from pipelines.network.checkpoint_checks import (
 )
 from pipelines.network.estimates import evaluation_flops, plan_activations, plan_network
 from pipelines.network.network import Network, check_setup
-from pipelines.network.schedules import build_scheduler, check_sigmas, shift_schedule
+from pipelines.network.schedules import (
+    build_scheduler,
+    check_sigmas,
+    shift_by_size,
+    shift_schedule,
+)
 from pipelines.network.speed import fastest_attention
 from pipelines.network.verification import verify_saved
 from pipelines.network.weights import JOINT_ATTENTION, Lora, Precision, load_pipeline
@@ -60,6 +65,11 @@ class DiffusersPolicy(Policy):
     """Whether initial noise has unit variance for any first sigma, as in video pipelines."""
     extra_text_tokens: int = 0
     """Text tokens of the denoiser in addition to `max_sequence_length`."""
+    shifts_by_size: bool = False
+    """Whether the pipeline shifts its schedule by the number of cells of `grid`."""
+    grid: Sequence[int]
+    """Size of the grid of tokens or latents, for families that need it. Set by `shape_of_latents`.
+    """
     network: Network
     text_encoder: TextEncoder
     codec: Codec
@@ -121,16 +131,21 @@ class DiffusersPolicy(Policy):
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         """Count the tokens that the denoiser attends over, for the memory estimate."""
 
-    @abstractmethod
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         """Return the pipeline's schedule: num_steps + 1 sigmas from the initial noise to 0."""
+        if self.shifts_by_size:
+            return shift_by_size(scheduler, prod(self.grid), num_steps)
+        scheduler.set_timesteps(num_steps)
+        return scheduler.sigmas.clone()
 
     def check_setup(self, setup: Setup) -> None:
-        sizes = {"height": self.height, "width": self.width}
-        count = partial(_count_tokens, self)
-        check_setup(self.network, setup, sizes, count, self.max_sequence_length)
+        check_setup(self.network, setup, self._count_tokens, self.max_sequence_length)
         if setup.vae_tile is not None:
             self.codec.check_tile(setup.vae_tile)
+
+    def _count_tokens(self) -> int:
+        transformer, vae = _configs(self)
+        return self.num_tokens(self.shape_of_latents(transformer, vae), transformer)
 
     def plan(self) -> ModelPlan:
         compute = partial(compute_plan, self)
@@ -156,7 +171,10 @@ class DiffusersPolicy(Policy):
         self.denoiser = network.prepare()
         transformer = pipe.components[self.denoiser_name].config
         self.latent_shape = self.shape_of_latents(transformer, pipe.vae.config)
-        _choose_attention(network, device, self.num_tokens(self.latent_shape, transformer))
+        if network.setup.speed.attention == "auto":
+            trained = network.components[network.trained[0]]
+            shape = network.rows, self.num_tokens(self.latent_shape, transformer)
+            network.set_attention(fastest_attention(trained, shape, network.dtype, device))
 
     def schedule(self, num_steps: int) -> Tensor:
         return schedule_of(self, self.pipe.scheduler, num_steps).to(self.device)
@@ -184,9 +202,8 @@ class DiffusersPolicy(Policy):
         if self.text_encoder.cache:
             return media, self.text_encoder.digest_cache(self)
         size = (self.height, self.width) if self.conditions_on_size else ()
-        references = (
-            (media,) if self.input_spec.references[1] else ()
-        )  # conditioning holds their latents
+        # conditioning holds the latents of references
+        references = (media,) if self.input_spec.references[1] else ()
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *references
         return media, self.text_encoder.digest(*settings)
 
@@ -198,13 +215,6 @@ class DiffusersPolicy(Policy):
 
     def verify_weights(self, folder: str) -> float:
         return verify_saved(self.network, self, folder)
-
-
-def _choose_attention(network: Network, device: torch.device, num_tokens: int) -> None:
-    """Set the attention backend of the loaded denoisers, if it is chosen by measurement."""
-    if network.setup.speed.attention == "auto":
-        trained, shape = network.components[network.trained[0]], (network.rows, num_tokens)
-        network.set_attention(fastest_attention(trained, shape, network.dtype, device))
 
 
 def compute_plan(policy: DiffusersPolicy) -> ModelPlan:
@@ -244,8 +254,7 @@ def _check(policy: DiffusersPolicy) -> None:
 
     Raises:
         ValueError: The folder belongs to another family or lacks a component, a component has a
-            setting that the policy does not read, the model cannot produce the requested size, or
-            `max_sequence_length` is below 1.
+            setting that the policy does not read, or the model cannot produce the requested size.
     """
     check_folder(policy.folder, policy.denoiser_name, policy.network.kind)
     for setting, value in policy.fixed.items():
@@ -255,20 +264,8 @@ def _check(policy: DiffusersPolicy) -> None:
                 f"{policy.path}: {key} of its {component} is {str(got)[:40]}, which "
                 f"{type(policy).__name__} does not use; supported: {value}"
             )
-    if policy.max_sequence_length < 1:
-        raise ValueError(
-            f"max_sequence_length is {policy.max_sequence_length}; it must be at least 1"
-        )
     with missing_keys_context(policy.path):
         policy.shape_of_latents(*_configs(policy))
-
-
-def _count_tokens(policy: DiffusersPolicy, size: Mapping[str, int]) -> int:
-    """Count the tokens of a sample with another height or width."""
-    other = copy(policy)
-    vars(other).update(size)
-    transformer, vae = _configs(policy)
-    return other.num_tokens(other.shape_of_latents(transformer, vae), transformer)
 
 
 def _configs(policy: DiffusersPolicy) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,21 +6,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
-from pipelines.codec import Codec
+from pipelines.codec import LARGE, StandardizedCodec
 from pipelines.network.weights import Lora, Precision
 from pipelines.parts.encoding import crop_clips
+from pipelines.parts.folder import Config
 from pipelines.parts.memory import count_operations, peak_bytes
 from pipelines.policy import DiffusersPolicy
 
-_LARGE = 10**9
-"""Peak bytes of decoding above which `extend_plan` searches for cheaper settings (about a second).
-"""
 _TRACED = 3
 """Latent frames whose decoding is counted."""
 _PIECES = 3
@@ -65,12 +62,12 @@ class Memory:
     """Keep the text and image encoders of prompts on the device only while they encode."""
 
 
-class VideoCodec(Codec):
+class VideoCodec(StandardizedCodec):
     """Encodes clips to latents [n, C, F', H', W'], and decodes them.
 
-    A family can override `pieces` to decode a clip in several pieces, and `statistics` to normalise
-    latents by more than one factor. Clips that are longer than the policy's are cut to the first
-    frames; shorter clips raise ValueError.
+    A family can override `pieces` to decode a clip in several pieces, and `channel_statistics` to
+    normalise latents by more than one factor. Clips that are longer than the policy's are cut to
+    the first frames; shorter clips raise ValueError.
     """
 
     settings_key = "policy.memory"
@@ -79,10 +76,6 @@ class VideoCodec(Codec):
 
     def __init__(self, video: Video, memory: Memory, one_by_one: bool = False):
         """Encode and decode one sample at a time if `one_by_one` or `memory.slice` is true."""
-        if memory.decode_frames is not None and memory.decode_frames < 1:
-            raise ValueError(
-                f"memory.decode_frames is {memory.decode_frames}; it must be at least 1"
-            )
         super().__init__(video.height, video.width, video.num_frames, memory.tile)
         self.video, self.memory = video, memory
         self.num_frames, self.fps, self.shift = video.num_frames, video.fps, video.shift
@@ -100,10 +93,20 @@ class VideoCodec(Codec):
             "true, and vae_tile to null"
         )
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def refuse_decode_frames(self, reason: str) -> None:
+        """Raise ValueError if `memory.decode_frames` is set."""
+        if self.memory.decode_frames is not None:
+            raise ValueError(f"memory.decode_frames is {self.memory.decode_frames}; {reason}")
+
+    def channel_statistics(self) -> tuple[Tensor, Tensor]:
         """Return mean and std (1 or C values each) that normalise raw VAE latents."""
         scale = torch.tensor([1 / self.vae.config.scaling_factor], dtype=torch.float32)
         return torch.zeros_like(scale), scale
+
+    def statistics(self) -> list[Tensor]:
+        device = self.vae.device
+        values = self.channel_statistics()
+        return [one.to(device, torch.float32).view(1, -1, 1, 1, 1) for one in values]
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
         """Yield consecutive pieces of the decoded frames in [-1, 1]."""
@@ -125,22 +128,6 @@ class VideoCodec(Codec):
         media, frames = media.to(self.vae.device, torch.float32), self.video.num_frames
         return self.encode(crop_clips(media, frames, self.height, self.width, self.folder.path))
 
-    def normalize(self, z: Tensor) -> Tensor:
-        mean, std = self.channelwise()
-        return (z - mean) / std
-
-    def denormalize(self, x: Tensor) -> Tensor:
-        mean, std = self.channelwise()
-        return x * std + mean
-
-    def channelwise(self) -> tuple[Tensor, Tensor]:
-        """Return `statistics` broadcastable to latents [n, C, F', H', W']."""
-        mean, std = (
-            value.to(self.vae.device, torch.float32).view(1, -1, 1, 1, 1)
-            for value in self.statistics()
-        )
-        return mean, std
-
     def clip_shape(self, latent_shape: Sequence[int]) -> Sequence[int]:
         """Return the shape of the video latents within a state of shape `latent_shape`."""
         return latent_shape
@@ -155,7 +142,7 @@ class VideoCodec(Codec):
         clip_shape = self.clip_shape(plan.latent_shape)
         decoding = decode_bytes(self, memory, clip_shape)
         savings = [*plan.savings]
-        for knob, other in _lighter(memory).items() if decoding > _LARGE else ():
+        for knob, other in _lighter(memory).items() if decoding > LARGE else ():
             lower = decode_bytes(self, other, clip_shape)
             savings.append(Saving("decoding", f"policy.memory.{knob}", decoding - lower))
         if not memory.offload_text:
@@ -175,6 +162,9 @@ class VideoCodec(Codec):
 class VideoPolicy(DiffusersPolicy):
     """Policy that generates clips, with the settings of its `VideoCodec`."""
 
+    grid: Sequence[int]
+    """Frames, rows and columns of the latents. Set by `shape_of_clip`."""
+
     def __init__(
         self,
         path: str,
@@ -188,56 +178,55 @@ class VideoPolicy(DiffusersPolicy):
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length, *saved)
         self.video = codec.video
 
+    def shape_of_clip(
+        self, channels: int, frames: int, pixels: int, transformer: Config
+    ) -> tuple[int, ...]:
+        """Return the latent shape of the policy's clips.
 
-def shape_of_clip(
-    policy: Any, unit: tuple[int, int, int], patch: Sequence[int]
-) -> tuple[int, int, int, int]:
-    """Return the latent shape of a policy's clips.
+        A latent has `channels` values, and covers `frames` frames (except the first latent frame)
+        and `pixels` pixels along a side.
 
-    `unit` holds the number of latent channels, of frames per latent frame (except the first), and
-    of pixels along a side of a latent. `patch` holds the number of latents per token along frames,
-    rows and columns.
+        Raises:
+            ValueError: The model cannot produce this number of frames or this size.
+        """
+        num_frames, height, width = self.video.num_frames, self.height, self.width
+        check_num_frames(num_frames, frames, self.path)
+        _, rows, columns = (pixels * size for size in patch_of(transformer))
+        if height % rows or width % columns:
+            units = rows if rows == columns else f"{rows} (height) and {columns} (width)"
+            raise ValueError(
+                f"size {width}x{height}: sides must be multiples of {units} for {self.path}"
+            )
+        self.grid = (num_frames - 1) // frames + 1, height // pixels, width // pixels
+        return channels, *self.grid
 
-    Raises:
-        ValueError: The model cannot produce this number of frames or this size.
-    """
-    channels, frames, pixels = unit
-    num_frames = check_num_frames(policy.num_frames, frames, policy.path)
-    _, rows, columns = patch
-    if policy.height % (pixels * rows) or policy.width % (pixels * columns):
-        units = f"{pixels * rows} (height) and {pixels * columns} (width)"
-        raise ValueError(
-            f"size {policy.width}x{policy.height}: sides must be multiples of "
-            f"{pixels * rows if rows == columns else units} for {policy.path}"
-        )
-    height, width = policy.height // pixels, policy.width // pixels
-    return channels, (num_frames - 1) // frames + 1, height, width
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
+        return count_patches(latent_shape, transformer)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
+        return 1000 * sigma.expand(len(x))
 
 
-def count_patches(latent_shape: Sequence[int], patch: Sequence[int]) -> int:
+def patch_of(transformer: Config) -> Sequence[int]:
+    """Return the number of latents per token along frames, rows and columns."""
+    size = transformer["patch_size"]
+    return (transformer.get("patch_size_t") or 1, size, size) if isinstance(size, int) else size
+
+
+def count_patches(latent_shape: Sequence[int], transformer: Config) -> int:
     """Return the number of tokens of a clip's latents."""
-    return prod(latent_shape[1:]) // prod(patch)
+    return prod(latent_shape[1:]) // prod(patch_of(transformer))
 
 
-def refuse_decode_frames(memory: Memory, reason: str) -> None:
-    """Raise ValueError if `memory.decode_frames` is set for a decoder that does not support it."""
-    if memory.decode_frames is not None:
-        raise ValueError(f"memory.decode_frames is {memory.decode_frames}; {reason}")
-
-
-def check_num_frames(num_frames: int, unit: int, path: str) -> int:
-    """Return `num_frames` if the VAE supports it.
-
-    Raises:
-        ValueError: It is not 1 + a multiple of `unit`. The message names the nearest valid numbers.
-    """
+def check_num_frames(num_frames: int, unit: int, path: str) -> None:
+    """Raise ValueError, with the nearest valid numbers, unless there are 1 + k `unit` frames."""
     if num_frames < 1 or (num_frames - 1) % unit:
         below = max(1, num_frames - (num_frames - 1) % unit)
         raise ValueError(
             f"video.num_frames is {num_frames}; the VAE of {path} takes 1 + a multiple of {unit}: "
             f"the nearest are {below} and {below + unit}"
         )
-    return num_frames
 
 
 def decode_bytes(codec: VideoCodec, memory: Memory, clip_shape: Sequence[int]) -> int:

@@ -11,16 +11,7 @@ from pipelines.network.schedules import predict_flow, trailing_sigmas
 from pipelines.network.weights import ATTENTION, Lora, Precision
 from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.video import (
-    Memory,
-    Video,
-    VideoCodec,
-    VideoPolicy,
-    check_num_frames,
-    count_patches,
-    refuse_decode_frames,
-    shape_of_clip,
-)
+from pipelines.video import Memory, Video, VideoCodec, VideoPolicy, check_num_frames
 
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: on the attention of every block."""
@@ -51,7 +42,7 @@ class CogVideoX(VideoPolicy):
 
     pipeline_class = "CogVideoXPipeline"
     transformer_class = "CogVideoXTransformer3DModel"
-    fixed = dict.fromkeys(["transformer.ofs_embed_dim"])
+    fixed = dict.fromkeys(["transformer.ofs_embed_dim", "transformer.patch_size_t"])
     default_lora = LORA
 
     def __init__(
@@ -65,23 +56,19 @@ class CogVideoX(VideoPolicy):
     ):
         codec = CogVideoXCodec(video, memory)
         super().__init__(path, codec, lora, precision, guidance, WORDS)
-        reason = "CogVideoX always decodes two latent frames at a time"
-        refuse_decode_frames(memory, f"{reason}: leave it out")
+        codec.refuse_decode_frames(
+            "CogVideoX always decodes two latent frames at a time: leave it out"
+        )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        if (size := transformer.get("patch_size_t")) is not None:
-            raise ValueError(
-                f"patch_size_t of {self.path} is {size}, so it is CogVideoX 1.5; only 1.0 is "
-                "supported (patch_size_t null)"
-            )
         frames = vae["temporal_compression_ratio"]
         check_num_frames(self.video.num_frames, 2 * frames, self.path)
         self.max_sequence_length = transformer["max_text_seq_length"]
-        unit = vae["latent_channels"], frames, 2 ** (len(vae["block_out_channels"]) - 1)
-        return shape_of_clip(self, unit, _patch(transformer))
+        pixels = 2 ** (len(vae["block_out_channels"]) - 1)
+        return self.shape_of_clip(vae["latent_channels"], frames, pixels, transformer)
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        return count_patches(latent_shape, _patch(transformer)) + self.max_sequence_length
+        return super().num_tokens(latent_shape, transformer) + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         return trailing_sigmas(scheduler, num_steps)
@@ -119,7 +106,3 @@ class CogVideoX(VideoPolicy):
         return self.pipe._prepare_rotary_positional_embeddings(
             self.height, self.width, x.shape[2], x.device
         )
-
-
-def _patch(transformer: Config) -> tuple[int, int, int]:
-    return 1, transformer["patch_size"], transformer["patch_size"]

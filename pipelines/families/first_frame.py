@@ -5,7 +5,7 @@ state. In this frame the velocity points straight from the state to the given fr
 therefore be sampled, decoded and noised as a whole, and no gradient flows for the given frame.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -16,12 +16,13 @@ from flowalign.types import Cond, InputSpec, Request
 from pipelines.parts.encoding import crop_first_frames
 from pipelines.parts.folder import Config
 from pipelines.policy import DiffusersPolicy
+from pipelines.video import VideoPolicy, count_patches
 
 _TEXT = 512
 """Number of text tokens next to the image tokens, hard-coded in diffusers' Wan network."""
 
 
-class FixedFirstFrame(DiffusersPolicy):
+class FixedFirstFrame(VideoPolicy):
     """Base class, before that of the family, of policies that fix the first latent frame.
 
     `cond` also holds "first", the latents of the frame.
@@ -29,8 +30,23 @@ class FixedFirstFrame(DiffusersPolicy):
 
     input_spec = InputSpec(references=(1, 1), kind="first_frame")
 
+    @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        return {**super().encode(requests), "first": encode_first_frames(self, requests)}
+        """Encode prompts and first frames, equal frames once.
+
+        A frame is centre-cropped to the aspect ratio of the video, prepared, and then processed as
+        in the pipeline.
+        """
+        frames, rows = crop_first_frames(requests, self.width / self.height)
+        prepare, size = self.pipe.video_processor.preprocess, (self.height, self.width)
+        pixels = [prepare(self.prepare_frame(one), *size) for one in frames]
+        device = self.pipe.vae.device
+        first = torch.cat([self.codec.encode(one[:, :, None].to(device)) for one in pixels])
+        return {**super().encode(requests), "first": first[rows]}
+
+    def prepare_frame(self, frame: Image.Image) -> Image.Image:
+        """Return a first frame as the network's training data contains it."""
+        return frame
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         first = cond["first"]
@@ -38,22 +54,10 @@ class FixedFirstFrame(DiffusersPolicy):
             super().velocity(insert_first_frame(x, first), sigma, cond), x, sigma, first
         )
 
-
-@torch.no_grad()
-def encode_first_frames(
-    policy: DiffusersPolicy,
-    requests: Sequence[Request],
-    prepared: Callable[[Image.Image], Image.Image] = lambda frame: frame,
-) -> Float[Tensor, "n C 1 h w"]:
-    """Return the normalised latents of each request's first frame, encoding equal frames once.
-
-    A frame is centre-cropped to the aspect ratio of the video, transformed by `prepared`, and then
-    processed as in the pipeline.
-    """
-    frames, rows = crop_first_frames(requests, policy.width / policy.height)
-    processor, device = policy.pipe.video_processor, policy.pipe.vae.device
-    pixels = [processor.preprocess(prepared(one), policy.height, policy.width) for one in frames]
-    return torch.cat([policy.codec.encode(one[:, :, None].to(device)) for one in pixels])[rows]
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Return the network's timestep inputs: 0 for tokens of the first frame."""
+        tokens = count_patches(x.shape[1:], self.pipe.transformer.config)
+        return mask_first_times(super().times(x, sigma), tokens, x.shape[2])
 
 
 def insert_first_frame(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn.functional import pixel_unshuffle
 from flowalign.functional.resizing import resize_to_cover
 from flowalign.types import Cond, Guidance, InputSpec, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
-from pipelines.network.schedules import round_times, shift_by_size
+from pipelines.network.schedules import round_times
 from pipelines.network.weights import JOINT_ATTENTION, Lora
 from pipelines.parts.encoding import check_references, read_hole
 from pipelines.parts.evaluation import grid_of, pack, positions, unpack
@@ -50,6 +49,7 @@ class Flux1(DiffusersPolicy):
     transformer_class = "FluxTransformer2DModel"
     default_lora = LORA
     has_guidance = False
+    shifts_by_size = True
 
     def __init__(
         self,
@@ -68,10 +68,6 @@ class Flux1(DiffusersPolicy):
         )
         self.embedded_guidance = embedded_guidance
 
-    def condition_channels(self, vae: Config) -> int:  # noqa: ARG002 (Flux1Fill uses it)
-        """Return the number of input channels of the network in addition to the latent channels."""
-        return 0
-
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (editing uses it)
         """Return the input tokens of the network, those of x first, and their positions."""
         return pack(x), positions(0, self.grid, x)
@@ -80,17 +76,15 @@ class Flux1(DiffusersPolicy):
         patch = 2 ** len(vae["block_out_channels"])  # pixels along a side of a token
         self.grid = grid_of(self, patch)
         check_embedded_guidance(self.embedded_guidance, transformer, self.path)
-        channels = 4 * (vae["latent_channels"] + self.condition_channels(vae))
+        channels = vae["latent_channels"]
+        more = channels + (patch // 2) ** 2 if self.input_spec.mask else 0  # image, and mask
         kinds = "FLUX.1 is pipelines.Flux1, FLUX.1 Fill pipelines.Flux1Fill"
-        check_channels(self, transformer, channels, kinds)
-        return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
+        check_channels(self, transformer, 4 * (channels + more), kinds)
+        return channels, 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         values = transformer.get("out_channels") or transformer["in_channels"]  # per token
         return prod(latent_shape) // values + self.max_sequence_length
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return shift_by_size(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -186,9 +180,6 @@ class Flux1Fill(Flux1):
             max_sequence_length,
             gradient_checkpointing,
         )
-
-    def condition_channels(self, vae: Config) -> int:
-        return vae["latent_channels"] + 4 ** (len(vae["block_out_channels"]) - 1)
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:
         return pack(torch.cat([x, cond["source"]], 1)), positions(0, self.grid, x)

@@ -13,7 +13,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from flowalign.utils.imports import LazyModule
-from pipelines.codec import Codec
+from pipelines.codec import StandardizedCodec
 from pipelines.network.schedules import round_times, shift_sigmas
 from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.evaluation import grid_of, read_with_negatives, token_places
@@ -110,19 +110,16 @@ class Flux2(DiffusersPolicy):
         return v.mT.unflatten(2, self.grid)
 
 
-class PatchCodec(Codec):
+class PatchCodec(StandardizedCodec):
     """Encodes images to patches of 2 x 2 latents, normalised by the VAE's batch norm."""
 
     def normalize(self, z: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return (pixel_unshuffle(z, 2) - mean) / std
+        return super().normalize(pixel_unshuffle(z, 2))
 
     def denormalize(self, x: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return pixel_shuffle(x * std + mean, 2)
+        return pixel_shuffle(super().denormalize(x), 2)
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return the mean and standard deviation of patches, stored in the batch norm."""
+    def statistics(self) -> tuple[Tensor, Tensor]:
         bn, eps = self.vae.bn, self.vae.config.batch_norm_eps
         return bn.running_mean[:, None, None], (bn.running_var[:, None, None] + eps).sqrt()
 

@@ -13,15 +13,7 @@ from pipelines.network.weights import DTYPES, Lora, Precision
 from pipelines.parts.encoding import crop_first_frames, decode_windows
 from pipelines.parts.evaluation import guide, read_with_negatives
 from pipelines.parts.folder import Config, check_embedded_guidance
-from pipelines.video import (
-    Memory,
-    Video,
-    VideoCodec,
-    VideoPolicy,
-    count_patches,
-    refuse_decode_frames,
-    shape_of_clip,
-)
+from pipelines.video import Memory, Video, VideoCodec, VideoPolicy
 
 
 class HunyuanPolicy(VideoPolicy):
@@ -33,14 +25,13 @@ class HunyuanPolicy(VideoPolicy):
     unit_noise = True
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        names = "latent_channels", "temporal_compression_ratio", "spatial_compression_ratio"
-        channels, frames, pixels = (vae[name] for name in names)
-        return shape_of_clip(self, (channels, frames, pixels), _patch(transformer))
+        frames, pixels = vae["temporal_compression_ratio"], vae["spatial_compression_ratio"]
+        return self.shape_of_clip(vae["latent_channels"], frames, pixels, transformer)
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         """Count the tokens of video and text, which share one attention."""
         text = self.max_sequence_length + self.extra_text_tokens
-        return count_patches(latent_shape, _patch(transformer)) + text
+        return super().num_tokens(latent_shape, transformer) + text
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         """Return the sigmas that the scheduler shifts from evenly spaced ones."""
@@ -62,11 +53,6 @@ class HunyuanPolicy(VideoPolicy):
     @abstractmethod
     def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Evaluate the network on x with the conditions without suffix."""
-
-
-def _patch(transformer: Config) -> tuple[int, int, int]:
-    size = transformer["patch_size"]
-    return transformer["patch_size_t"], size, size
 
 
 class HunyuanCodec(VideoCodec):
@@ -140,7 +126,13 @@ class HunyuanVideo(HunyuanPolicy):
         )
 
 
-_FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+_GUIDER = {
+    "guider._class_name": "ClassifierFreeGuidance",
+    "guider.guidance_rescale": 0.0,
+    "guider.use_original_formulation": False,
+    "guider.start": 0.0,
+    "guider.stop": 1.0,
+}
 """Guidance settings of a folder with the only values that this policy supports."""
 
 
@@ -159,7 +151,7 @@ class HunyuanVideo15(HunyuanPolicy):
     """
 
     pipeline_class = "HunyuanVideo15Pipeline"
-    fixed = dict.fromkeys(["transformer.use_meanflow"], False)
+    fixed = _GUIDER | {"transformer.use_meanflow": False}
     transformer_class = "HunyuanVideo15Transformer3DModel"
     extra_text_tokens = 256 + 729  # of text to render and of the first frame, also if there is none
 
@@ -175,28 +167,16 @@ class HunyuanVideo15(HunyuanPolicy):
     ):
         codec = VideoCodec(video, memory, one_by_one=True)
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
-        reason = "the decoder of HunyuanVideo 1.5 attends over all frames: use memory.tile"
-        refuse_decode_frames(memory, reason)
+        codec.refuse_decode_frames(
+            "the decoder of HunyuanVideo 1.5 attends over all frames: use memory.tile"
+        )
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        guider = self.folder.config("guider")
-        fixed = {"_class_name": "ClassifierFreeGuidance", **_FIXED}
-        other = {name: guider.get(name, value) for name, value in fixed.items()}
-        if strange := sorted(name for name, value in fixed.items() if other[name] != value):
-            raise ValueError(
-                f"the guider of {self.path} has {strange[0]} {other[strange[0]]}; "
-                f"HunyuanVideo15 computes {fixed[strange[0]]}"
-            )
         pictures = "image_encoder" in self.folder.components()
         if pictures and not self.input_spec.references[1]:
             raise ValueError(
                 f"{self.path} has image_encoder, so it is an image-to-video model: use "
                 "pipelines.HunyuanVideo15I2V"
-            )
-        if transformer.get("use_meanflow"):
-            raise ValueError(
-                f"the network of {self.path} also takes the next timestep (use_meanflow), which is "
-                "not supported: use a folder without it"
             )
         return super().shape_of_latents(transformer, vae)
 

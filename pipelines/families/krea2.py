@@ -1,6 +1,5 @@
 """Wraps Krea 2 as a flowalign policy: latents of Qwen-Image, text states of twelve layers."""
 
-from math import prod
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.families.qwen_image import QwenImage
-from pipelines.network.schedules import shift_by_size, shift_sigmas
+from pipelines.network.schedules import shift_sigmas
 from pipelines.network.weights import ATTENTION, DTYPES, Lora
 from pipelines.parts.evaluation import pack, positions
 from pipelines.parts.folder import Config
@@ -37,6 +36,7 @@ class Krea2(QwenImage):
     transformer_class = "Krea2Transformer2DModel"
     default_lora = LORA
     negative = ""
+    restores_norm = False
     distilled: bool
 
     def __init__(
@@ -68,16 +68,13 @@ class Krea2(QwenImage):
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
         if self.distilled:
             return shift_sigmas(scheduler, DISTILLED_SHIFT, num_steps)
-        return shift_by_size(scheduler, prod(self.grid), num_steps)
+        return super().sigmas(scheduler, num_steps)
 
     def read(self, prompts: list[str]) -> dict[str, Tensor]:
         text, mask = self.pipe.encode_prompt(
             prompts, self.denoiser.device, max_sequence_length=self.max_sequence_length
         )
         return {"text": text, "mask": mask}
-
-    def guide(self, v: Tensor, v_neg: Tensor) -> Tensor:
-        return v_neg + self.guidance * (v - v_neg)
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
         text = cond[f"text{ending}"]

@@ -1,20 +1,17 @@
 """Wraps LTX-Video as flowalign policies: text to video, and image to video."""
 
 from collections.abc import Iterator, Sequence
-from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.families.first_frame import FixedFirstFrame, mask_first_times
-from pipelines.network.schedules import shift_by_size
+from pipelines.families.first_frame import FixedFirstFrame
 from pipelines.network.weights import ATTENTION, Lora, Precision
 from pipelines.parts.encoding import decode_windows
 from pipelines.parts.evaluation import guide, with_negatives
 from pipelines.parts.folder import Config
-from pipelines.video import Memory, Video, VideoCodec, VideoPolicy, count_patches, shape_of_clip
+from pipelines.video import Memory, Video, VideoCodec, VideoPolicy
 
 LORA = Lora(target_modules=ATTENTION)
 """Default adapter: on self- and cross-attention of every block."""
@@ -26,7 +23,7 @@ from 0.9.1."""
 class LTXCodec(VideoCodec):
     """Encodes clips with statistics of each channel, and decodes them in windows of frames."""
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def channel_statistics(self) -> tuple[Tensor, Tensor]:
         return self.vae.latents_mean, self.vae.latents_std / self.vae.config.scaling_factor
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
@@ -42,21 +39,20 @@ class LTXCodec(VideoCodec):
         )
 
 
-def latent_unit(vae: Config) -> tuple[int, int, int]:
-    """Return the channels, frames and pixels per latent, see `shape_of_clip`."""
-    halved = 2 ** sum(vae["spatio_temporal_scaling"])
-    frames = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halved
-    pixels = vae.get("spatial_compression_ratio") or vae["patch_size"] * halved
-    return vae["latent_channels"], frames, pixels
+class LTXPolicy(VideoPolicy):
+    """Wraps a pipeline with the video autoencoder and the schedule of LTX-Video."""
+
+    default_lora = LORA
+    shifts_by_size = True
+
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+        halved = 2 ** sum(vae["spatio_temporal_scaling"])
+        frames = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halved
+        pixels = vae.get("spatial_compression_ratio") or vae["patch_size"] * halved
+        return self.shape_of_clip(vae["latent_channels"], frames, pixels, transformer)
 
 
-def patch_of(transformer: Config) -> tuple[int, int, int]:
-    """Return the number of latents per token along frames, rows and columns."""
-    size = transformer["patch_size"]
-    return transformer["patch_size_t"], size, size
-
-
-class LTX(VideoPolicy):
+class LTX(LTXPolicy):
     """Wraps an `LTXPipeline` folder or hub identifier as a text-to-video policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is not
@@ -69,7 +65,6 @@ class LTX(VideoPolicy):
 
     pipeline_class = "LTXPipeline"
     transformer_class = "LTXVideoTransformer3DModel"
-    default_lora = LORA
     unit_noise = True
 
     def __init__(
@@ -84,16 +79,6 @@ class LTX(VideoPolicy):
     ):
         codec = LTXCodec(video, memory)
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
-
-    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
-        return channels, *self.grid
-
-    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        return count_patches(latent_shape, patch_of(transformer))
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return shift_by_size(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -110,10 +95,6 @@ class LTX(VideoPolicy):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         return guide(self._unguided, x, self.times(x, sigma), cond, self.guidance)
-
-    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
-        return 1000 * sigma.expand(len(x))
 
     def _unguided(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         frames, height, width = self.grid
@@ -141,7 +122,3 @@ class LTXI2V(FixedFirstFrame, LTX):
     """
 
     pipeline_class = "LTXImageToVideoPipeline"
-
-    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        tokens = x[0, 0].numel()
-        return mask_first_times(super().times(x, sigma), tokens, x.shape[2])

@@ -5,7 +5,6 @@ A state holds the latents of both streams, from which clips with sound are decod
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor
 from flowalign.types import (
     Cond,
     Guidance,
-    InputSpec,
     PositiveInt,
     Request,
     Sound,
@@ -25,12 +23,11 @@ from flowalign.types import (
 )
 from flowalign.utils.imports import LazyModule
 from pipelines.families.first_frame import (
-    encode_first_frames,
+    FixedFirstFrame,
     insert_first_frame,
     lead_to_first_frame,
-    mask_first_times,
 )
-from pipelines.families.ltx import LORA, LTXCodec, latent_unit, patch_of
+from pipelines.families.ltx import LORA, LTXCodec, LTXPolicy
 from pipelines.families.ltx2_guidance import (
     Parts,
     Streams,
@@ -40,12 +37,11 @@ from pipelines.families.ltx2_guidance import (
     scale_audio_gradients,
     waveform,
 )
-from pipelines.network.schedules import shift_by_size
 from pipelines.network.weights import DTYPES, Lora, Precision
 from pipelines.parts.encoding import digest
 from pipelines.parts.evaluation import NEGATIVE, read_with_negatives, stack_rows
 from pipelines.parts.folder import Config
-from pipelines.video import Memory, Video, VideoPolicy, count_patches, shape_of_clip
+from pipelines.video import Memory, Video
 
 
 class SoundCodec(LTXCodec, SoundDecoder):
@@ -78,7 +74,7 @@ class SoundCodec(LTXCodec, SoundDecoder):
         return [Sound(one, rate) for one in heard]
 
 
-class LTX2(VideoPolicy):
+class LTX2(LTXPolicy):
     """Wraps an `LTX2Pipeline` folder or hub identifier as a policy of clips with sound.
 
     A state holds the latents of the frames followed by those of the sound, see `SoundCodec`.
@@ -90,7 +86,7 @@ class LTX2(VideoPolicy):
 
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
-    default_lora = LORA
+    fixed = dict.fromkeys(["vae.timestep_conditioning"], False)
     no_media = (
         "denoises clips with sound, but stored clips are read without sound: train on rollouts"
     )
@@ -112,13 +108,9 @@ class LTX2(VideoPolicy):
         self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
-        channels, *self.grid = shape_of_clip(self, latent_unit(vae), patch_of(transformer))
-        if vae.get("timestep_conditioning"):
-            raise ValueError(
-                f"the decoder of {self.path} takes a timestep; {type(self).__name__} has none"
-            )
+        clip = super().shape_of_latents(transformer, vae)
         audio_vae = self.folder.config("audio_vae")
-        self.state_parts = self.sound_codec.divide((channels, *self.grid), audio_vae)
+        self.state_parts = self.sound_codec.divide(clip, audio_vae)
         self.modality_sizes = self.state_parts.sizes
         self.streams.check_blocks(transformer["num_layers"], self.path)
         return (self.state_parts.size,)
@@ -129,11 +121,7 @@ class LTX2(VideoPolicy):
         scale_audio_gradients(self.denoiser.transformer_blocks, self.streams.audio_gradient)
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:  # noqa: ARG002
-        parts = self.state_parts
-        return count_patches(parts.video, patch_of(transformer)) + parts.audio[1]
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return shift_by_size(scheduler, prod(self.grid), num_steps)
+        return super().num_tokens(self.state_parts.video, transformer) + self.state_parts.audio[1]
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         return self.state_parts.noise(num_samples, generator).to(self.denoiser.device)
@@ -173,10 +161,6 @@ class LTX2(VideoPolicy):
         found = [(w, self._evaluated(*states, sigma, cond, name)) for name, w in others.items()]
         return guide_streams(states, sigma, v, found, self.streams.rescale)
 
-    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
-        return 1000 * sigma.expand(len(x))
-
     def _evaluated(
         self, video: Tensor, audio: Tensor, sigma: Tensor, cond: Cond, way: str = ""
     ) -> list[Tensor]:
@@ -212,7 +196,7 @@ class LTX2(VideoPolicy):
 _utils = LazyModule("diffusers.pipelines.ltx2.utils")
 
 
-class LTX2I2V(LTX2):
+class LTX2I2V(FixedFirstFrame, LTX2):
     """Wraps an `LTX2ImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
     The single reference of a request is the first frame. It replaces the first latent frame of the
@@ -221,7 +205,6 @@ class LTX2I2V(LTX2):
     """
 
     pipeline_class = "LTX2ImageToVideoPipeline"
-    input_spec = InputSpec(references=(1, 1), kind="first_frame")
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if find_spec("av") is None:
@@ -230,23 +213,13 @@ class LTX2I2V(LTX2):
             )
         return super().shape_of_latents(transformer, vae)
 
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        return {
-            **super().encode(requests),
-            "first": encode_first_frames(self, requests, self._compress),
-        }
-
-    def _compress(self, frame: Image.Image) -> Image.Image:
+    def prepare_frame(self, frame: Image.Image) -> Image.Image:
         crf = _utils.resolve_default_image_crf(self.pipe.text_encoder)
         return Image.fromarray(_utils.apply_image_conditioning_crf(np.array(frame), crf))
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         parts, first = self.state_parts, cond["first"]
         video, audio = parts.split(x)
-        v, v_audio = parts.split(
-            super().velocity(parts.joined(insert_first_frame(video, first), audio), sigma, cond)
-        )
+        seen = parts.joined(insert_first_frame(video, first), audio)
+        v, v_audio = parts.split(LTX2.velocity(self, seen, sigma, cond))
         return parts.joined(lead_to_first_frame(v, video, sigma, first), v_audio)
-
-    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        return mask_first_times(super().times(x, sigma), x[0, 0].numel(), x.shape[2])

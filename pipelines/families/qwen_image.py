@@ -6,7 +6,6 @@ images with an alpha channel.
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import SingleFrameCodec
-from pipelines.network.schedules import round_times, shift_by_size
+from pipelines.network.schedules import round_times
 from pipelines.network.weights import Lora
 from pipelines.parts.encoding import pad_text, pad_texts
 from pipelines.parts.evaluation import (
@@ -44,9 +43,13 @@ class QwenImage(DiffusersPolicy):
 
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
+    fixed = dict.fromkeys(["transformer.guidance_embeds"], False)
+    shifts_by_size = True
     codec_class = SingleFrameCodec
     negative: str = NEGATIVE
     """Negative prompt of guidance."""
+    restores_norm: bool = True
+    """Whether each token of the guided velocity gets the norm of the conditional velocity."""
 
     def __init__(
         self,
@@ -64,21 +67,13 @@ class QwenImage(DiffusersPolicy):
             path, codec, lora, precision, guidance, max_sequence_length, gradient_checkpointing
         )
 
-    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:  # noqa: ARG002
         patch = 2 ** (len(vae["temperal_downsample"]) + 1)  # pixels along a side of a token
         self.grid = grid_of(self, patch)
-        if transformer.get("guidance_embeds"):  # Krea 2 knows none
-            raise ValueError(
-                f"the network of {self.path} takes guidance as an input, "
-                f"which {type(self).__name__} does not support"
-            )
         return vae["z_dim"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         return prod(latent_shape) // transformer["in_channels"] + self.max_sequence_length
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return shift_by_size(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -97,12 +92,9 @@ class QwenImage(DiffusersPolicy):
         v = self.evaluate(x, sigma, cond, "")
         if self.guidance > 1:
             v_neg = self.evaluate(x, sigma, cond, "_neg")
-            v = self.guide(v, v_neg)
+            guided = v_neg + self.guidance * (v - v_neg)
+            v = restore_norm(v, guided) if self.restores_norm else guided
         return self.unpacked(v)
-
-    def guide(self, v: Tensor, v_neg: Tensor) -> Tensor:
-        """Return the guided velocity of tokens."""
-        return restore_norm(v, v_neg + self.guidance * (v - v_neg))
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
         """Evaluate the network with the text of suffix `ending`, and return the tokens of x."""
@@ -120,7 +112,7 @@ class QwenImage(DiffusersPolicy):
         """Return latents, given the tokens of x."""
         return unpack(tokens, self.grid)
 
-    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, ...]]]:  # noqa: ARG002 (QwenImageEdit uses it)
         """Return the input tokens of the network, those of x first, and the images' shapes."""
         return pack(x), [(1, *self.grid)]
 
@@ -161,6 +153,7 @@ class QwenImage21(QwenImage):
     transformer_class = "QwenImage21Transformer2DModel"
     default_lora = LORA
     no_features = "evaluates prompts of different lengths separately"
+    restores_norm = False
     codec_class = AlphaCodec
 
     def __init__(
@@ -185,19 +178,14 @@ class QwenImage21(QwenImage):
             gradient_checkpointing,
         )
 
-    def shape_of_latents(
-        self,
-        transformer: Config,  # noqa: ARG002
-        vae: Config,
-    ) -> tuple[int, ...]:
+    def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         if self.folder.setting("sample_sigmas"):
             raise ValueError(
                 f"{self.path} has fixed sigmas (sample_sigmas), so it is distilled to a few steps: "
                 "train the undistilled model"
             )
-        rows, columns = grid_of(self, 2 ** (len(vae["temperal_downsample"]) + 1))
-        self.grid = 2 * rows, 2 * columns  # one token per latent; four take one text position
-        return vae["z_dim"], *self.grid
+        channels, *self.grid = super().shape_of_latents(transformer, vae)
+        return channels, *self.grid  # one token per latent; four take one text position
 
     def read(self, prompts: list[str]) -> dict[str, Tensor]:
         texts = [self.pipe.encode_prompt(p, device=self.denoiser.device)[0][0] for p in prompts]
@@ -211,9 +199,6 @@ class QwenImage21(QwenImage):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         return evaluate_by_kind(super().velocity, cond["length"], x, sigma, cond)
-
-    def guide(self, v: Tensor, v_neg: Tensor) -> Tensor:
-        return v_neg + self.guidance * (v - v_neg)
 
     def evaluate(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
         length, tokens = read_once(cond[f"length{ending}"])[0], prod(self.grid)

@@ -144,7 +144,7 @@ class QwenImageEdit(QwenImage):
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         return evaluate_by_kind(super().velocity, cond["count"], x, sigma, cond)
 
-    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, ...]]]:
         sources = cond["sources"][:, : read_once(cond["count"])[0]].unbind(1)
         shapes = [(1, *self.grid), *[(1, *self.reference_grid)] * len(sources)]
         return torch.cat([pack(one) for one in (x, *sources)], 1), shapes

@@ -1,14 +1,12 @@
 """Wraps Stable Diffusion 3 and 3.5 of any size as a flowalign policy."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
-from pipelines.network.schedules import scheduler_sigmas
 from pipelines.network.weights import Lora
 from pipelines.parts.evaluation import grid_of, guide, with_negatives
 from pipelines.parts.folder import Config
@@ -56,9 +54,6 @@ class SD3(DiffusersPolicy):
         _, height, width = latent_shape
         text = self.extra_text_tokens + self.max_sequence_length
         return height * width // transformer["patch_size"] ** 2 + text
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return scheduler_sigmas(scheduler, num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

@@ -5,33 +5,19 @@ Wan 2.1 and Wan 2.2 (5B) have one network. Wan 2.2 (A14B) has two, for high and 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, InputSpec, ModelPlan, PositiveInt, Request, prompts_of
-from pipelines.families.first_frame import (
-    FixedFirstFrame,
-    check_text_length,
-    encode_conditions,
-    mask_first_times,
-)
+from pipelines.families.first_frame import FixedFirstFrame, check_text_length, encode_conditions
 from pipelines.families.wan_experts import Experts, join_experts, plan_experts
-from pipelines.network.schedules import has_whole_times, scheduler_sigmas
+from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, Precision
 from pipelines.parts.encoding import stream_frames
 from pipelines.parts.evaluation import with_negatives
 from pipelines.parts.folder import Config, check_channels
-from pipelines.video import (
-    Memory,
-    Video,
-    VideoCodec,
-    VideoPolicy,
-    count_patches,
-    refuse_decode_frames,
-    shape_of_clip,
-)
+from pipelines.video import Memory, Video, VideoCodec, VideoPolicy
 
 _NETWORKS = (
     "for two networks use pipelines.Wan22 or, from a first frame, pipelines.Wan22I2V; for one "
@@ -41,22 +27,6 @@ _CHANNELS = (
     "text-to-video is pipelines.Wan, image-to-video is pipelines.WanI2V, or pipelines.WanTI2V for "
     "Wan 2.2 5B"
 )
-
-
-def check_kind(policy: Any, transformer: Config, channels: int) -> None:
-    """Check that a folder has the networks of a policy, each with `channels` input channels.
-
-    Raises:
-        ValueError: It does not. The message names the policies for each kind.
-    """
-    there = 1 if policy.folder.setting("boundary_ratio") is None else 2
-    wanted = 2 if policy.experts else 1
-    if there != wanted:
-        raise ValueError(
-            f"{policy.path} has {there} network(s), {type(policy).__name__} needs "
-            f"{wanted}: {_NETWORKS}"
-        )
-    check_channels(policy, transformer, channels, _CHANNELS)
 
 
 LORA = Lora(target_modules=(*ATTENTION, "add_k_proj", "add_v_proj"))
@@ -69,7 +39,7 @@ VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
 class WanCodec(VideoCodec):
     """Encodes clips with statistics of each channel, and decodes them in exact chunks."""
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def channel_statistics(self) -> tuple[Tensor, Tensor]:
         config = self.vae.config
         values = [config.latents_mean, config.latents_std]
         mean, std = torch.tensor(values, dtype=torch.float32)
@@ -112,7 +82,7 @@ class Wan(VideoPolicy):
         codec = WanCodec(video, memory)
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         if memory.tile:
-            refuse_decode_frames(memory, "with memory.tile Wan decodes all frames of a tile")
+            codec.refuse_decode_frames("with memory.tile Wan decodes all frames of a tile")
 
     def divide(self, experts: Experts) -> None:
         """Divide the noise levels between two networks."""
@@ -128,15 +98,15 @@ class Wan(VideoPolicy):
         if self.sees_first_frame:
             check_text_length(self, transformer)
             channels += frames + vae["z_dim"]  # mask and latents of the frame
-        check_kind(self, transformer, channels)
-        unit = vae["z_dim"], frames, vae["scale_factor_spatial"]
-        return shape_of_clip(self, unit, transformer["patch_size"])
-
-    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
-        return count_patches(latent_shape, transformer["patch_size"])
-
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return scheduler_sigmas(scheduler, num_steps)
+        there = 1 if self.folder.setting("boundary_ratio") is None else 2
+        wanted = 2 if self.experts else 1
+        if there != wanted:
+            raise ValueError(
+                f"{self.path} has {there} network(s), {type(self).__name__} needs {wanted}: "
+                + _NETWORKS
+            )
+        check_channels(self, transformer, channels, _CHANNELS)
+        return self.shape_of_clip(vae["z_dim"], frames, vae["scale_factor_spatial"], transformer)
 
     def load(self, device: torch.device) -> None:
         super().load(device)
@@ -153,9 +123,9 @@ class Wan(VideoPolicy):
                 max_sequence_length=self.max_sequence_length,
             )
         cond = with_negatives({"text": text}, {"text": text_neg}, self.guidance > 1)
-        return (
-            cond | encode_conditions(self, requests, text.dtype) if self.sees_first_frame else cond
-        )
+        if self.sees_first_frame:
+            cond |= encode_conditions(self, requests, text.dtype)
+        return cond
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         time = self.times(x, sigma)
@@ -166,8 +136,7 @@ class Wan(VideoPolicy):
         return v_neg + self._guidance_at(time) * (v - v_neg)
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
-        time = 1000 * sigma.expand(len(x))
+        time = super().times(x, sigma)
         time = time.long() if self.whole_times else time
         if not self.time_per_token:
             return time
@@ -221,10 +190,6 @@ class WanTI2V(FixedFirstFrame, Wan):
                 "networks"
             )
         return super().shape_of_latents(transformer, vae)
-
-    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        time = super().times(x, sigma)
-        return mask_first_times(time, time.shape[1], x.shape[2])
 
 
 class Wan22(Wan):

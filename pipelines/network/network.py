@@ -3,7 +3,7 @@
 Settings, and combinations of settings, that a network does not support are rejected.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from math import gcd
@@ -47,20 +47,14 @@ _CONTEXT_FAILURES = {
 """Networks with a plan that fails, and why."""
 _WITHOUT_OFFLOAD = ("DiTTransformer2DModel", "HunyuanDiT2DModel")
 """Networks without group offloading in diffusers 0.42.1."""
-_FARTHEST = 64
-"""Number of steps to other sizes that are searched for a valid size."""
-
-CountTokens = Callable[[Mapping[str, int]], int]
-"""Counts the tokens of a sample with another `height` or `width`; raises ValueError for a size that
-the family does not support."""
 
 
 def check_setup(
-    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens, num_text: int
+    network: Denoisers, setup: Setup, count_tokens: Callable[[], int], num_text: int
 ) -> None:
     """Check that the network supports the setup, from configs only.
 
-    `sizes` holds the height and the width. `num_text` is the number of tokens of a prompt.
+    `num_text` is the number of tokens of a prompt.
 
     Raises:
         ValueError: A package or backend is missing, the network does not support a setting, or two
@@ -76,7 +70,7 @@ def check_setup(
     _check_sharding(network, setup)
     _check_offload(network, setup)
     if setup.sharding.context_degree > 1:
-        _check_context(network, setup, sizes, count, num_text)
+        _check_context(network, setup, count_tokens, num_text)
     if setup.prompt_cache is not None and network.computes_at_load:
         raise ValueError(
             f"prompt_cache: {network.owner} needs the encoders while it loads, to record "
@@ -86,16 +80,12 @@ def check_setup(
 
 def _check_loaded(network: Denoisers, setup: Setup) -> None:
     """Raise ValueError for settings of reading weights, if a script has read them."""
-    changed = [name for name in ("quantization", "prompt_cache") if _differs(setup, name)]
-    if network.folder.loaded and changed:
-        raise ValueError(
-            f"{changed[0]} applies while weights are read, but the pipeline is already loaded: "
-            "leave it out, or train the folder of the pipeline with a run file"
-        )
-
-
-def _differs(setup: Setup, name: str) -> bool:
-    return getattr(setup, name) != getattr(Setup(), name)
+    for name in ("quantization", "prompt_cache"):
+        if network.folder.loaded and getattr(setup, name) != getattr(Setup(), name):
+            raise ValueError(
+                f"{name} applies while weights are read, but the pipeline is already loaded: "
+                "leave it out, or train the folder of the pipeline with a run file"
+            )
 
 
 def _check_exclusions(setup: Setup) -> None:
@@ -199,7 +189,7 @@ def _check_offload(network: Denoisers, setup: Setup) -> None:
 
 
 def _check_context(
-    network: Denoisers, setup: Setup, sizes: Mapping[str, int], count: CountTokens, num_text: int
+    network: Denoisers, setup: Setup, count_tokens: Callable[[], int], num_text: int
 ) -> None:
     degree, attention = setup.sharding.context_degree, setup.speed.attention
     prefix, kind = f"sharding.context_degree is {degree}, but", network.kind
@@ -211,7 +201,7 @@ def _check_context(
             f"{prefix} {network.owner} does not support it: {kind}: {reason}; allowed here: 1. "
             f"Supported by {_CONTEXT_POLICIES}"
         )
-    tokens = count({})
+    tokens = count_tokens()
     known = attention_dispatch._AttentionBackendRegistry._supports_context_parallel
     if attention not in known:
         usable = ", ".join(sorted(known & {*usable_attention()}))
@@ -226,43 +216,21 @@ def _check_context(
             f"{prefix} it must also divide the {heads} heads of {network.folder.path}; "
             f"allowed here: {_divisors(heads, tokens)}"
         )
-    _check_text(network, degree, num_text)
+    if _CONTEXT_NETWORKS[kind] and num_text % degree:
+        raise ValueError(
+            f"{prefix} the {num_text} tokens of a prompt are not a multiple of it: set "
+            f"policy.max_sequence_length to {num_text - num_text % degree}"
+        )
     if tokens % degree:
         raise ValueError(
             f"{prefix} the {tokens} tokens of a clip are not a multiple of it; allowed here: "
-            f"{_divisors(heads, tokens)}{_name_other_sizes(sizes, count, degree)}"
-        )
-
-
-def _check_text(network: Denoisers, degree: int, num_text: int) -> None:
-    if _CONTEXT_NETWORKS[network.kind] and num_text % degree:
-        raise ValueError(
-            f"sharding.context_degree is {degree}, but the {num_text} tokens of a prompt are not a "
-            f"multiple of it: set policy.max_sequence_length to {num_text - num_text % degree}"
+            f"{_divisors(heads, tokens)}, or another height or width"
         )
 
 
 def _divisors(*numbers: int) -> str:
     common = gcd(*numbers)
     return ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
-
-
-def _name_other_sizes(sizes: Mapping[str, int], count: CountTokens, degree: int) -> str:
-    """Return a phrase with the nearest sizes that `degree` processes can divide, or ""."""
-    near = []
-    for side in ("width", "height"):
-        for step in (-8, 8):
-            candidates = (sizes[side] + step * k for k in range(1, _FARTHEST))
-            fits = (n for n in candidates if n > 0 and _fits(count, degree, {side: n}))
-            near += [f"{side} {size}" for size in list(fits)[:1]]
-    return f"; or a {' or '.join(near)}" if near else ""
-
-
-def _fits(count: CountTokens, degree: int, size: Mapping[str, int]) -> bool:
-    try:
-        return count(size) % degree == 0
-    except ValueError:  # size not supported by the family
-        return False
 
 
 class Network(Denoisers, TrainedNetwork):

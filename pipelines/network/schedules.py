@@ -46,15 +46,7 @@ def shift_schedule(config: Mapping[str, Any], shift: float | None, path: str) ->
             + ("computes its shift from the video size" if name else "has none")
             + ": leave it out"
         )
-    if shift <= 0:
-        raise ValueError(f"video.shift is {shift}; it must be above 0 (1 is no shift)")
     return {**config, name: shift}
-
-
-def scheduler_sigmas(scheduler: Any, num_steps: int) -> Tensor:
-    """Return the sigmas that a scheduler sets for `num_steps` steps."""
-    scheduler.set_timesteps(num_steps)
-    return scheduler.sigmas.clone()
 
 
 def check_sigmas(compute: Callable[[int], Tensor], num_steps: int, scheduler: str) -> Tensor:

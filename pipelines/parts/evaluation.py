@@ -108,19 +108,19 @@ def pack(x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n tokens 4*c"]:
     return pixel_unshuffle(x, 2).flatten(2).mT
 
 
-def unpack(tokens: Float[Tensor, "n tokens d"], grid: tuple[int, int]) -> Float[Tensor, "n c h w"]:
+def unpack(tokens: Float[Tensor, "n tokens d"], grid: Sequence[int]) -> Float[Tensor, "n c h w"]:
     """Return the latents of the first tokens, which fill a grid of (rows, columns)."""
     return pixel_shuffle(tokens[:, : prod(grid)].mT.unflatten(2, grid), 2)
 
 
-def positions(picture: int, grid: tuple[int, int], like: Tensor) -> Float[Tensor, "tokens 3"]:
+def positions(picture: int, grid: Sequence[int], like: Tensor) -> Float[Tensor, "tokens 3"]:
     """Return (image index, row, column) of each token of a grid."""
     rows, columns = (torch.arange(n, device=like.device) for n in grid)
     number = torch.tensor([picture], device=like.device)
     return torch.cartesian_prod(number, rows, columns).to(like.dtype)
 
 
-def token_places(sizes: tuple[int, int, int, int], x: Tensor) -> Int[Tensor, "n tokens 4"]:
+def token_places(sizes: Sequence[int], x: Tensor) -> Int[Tensor, "n tokens 4"]:
     """Return (image index, row, column, text position) of every token, repeated per row of x."""
     axes = [torch.arange(size, device=x.device) for size in sizes]
     return torch.cartesian_prod(*axes).expand(len(x), -1, -1)

@@ -189,7 +189,7 @@ CRITIC = "recipe.credit.class_path=flowalign.credit.LambdaReturn"
         (SD3, [], "allowed here: 1. Supported by Wan, FLUX.1"),
         (VIDEO, ["sharding.context_degree=0"], "is 0; it must be at least 1"),
         (VIDEO, ["sharding.context_degree=3"], "20 tokens of a clip are not a multiple"),
-        (VIDEO, ["sharding.context_degree=3"], "1, 2, 4; or a width 48 or height 48"),
+        (VIDEO, ["sharding.context_degree=3"], "1, 2, 4, or another height or width"),
         (VIDEO, ["sharding.context_degree=8"], "the 12 heads of"),
         (VIDEO, ["sharding.context_degree=8"], "allowed here: 1, 2, 4"),
         (VIDEO, ["speed.attention=_native_math"], "does not support it; allowed here: native"),

@@ -117,8 +117,11 @@ def test_in_bf16_the_network_is_told_the_times_of_the_official_pipeline(family):
 @pytest.mark.parametrize(
     ("guider", "reason"),
     [
-        (ClassifierFreeGuidance(guidance_rescale=0.5), "guidance_rescale 0.5; .* computes 0.0"),
-        (SkipLayerGuidance(skip_layer_guidance_layers=[1]), "_class_name SkipLayerGuidance"),
+        (ClassifierFreeGuidance(guidance_rescale=0.5), "guidance_rescale of .* is 0.5, .*: 0.0"),
+        (
+            SkipLayerGuidance(skip_layer_guidance_layers=[1]),
+            "_class_name of .* is SkipLayerGuidance",
+        ),
     ],
 )
 def test_another_guider_is_refused(tmp_path, guider, reason):
