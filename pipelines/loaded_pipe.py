@@ -128,11 +128,11 @@ def has_adapter(pipe: Any) -> bool:
 
 def save_trained(pipe: Any, folder: str) -> None:
     """Write the trained adapter for diffusers, ComfyUI and PEFT, or the whole pipeline."""
-    adapted = {n: p for n, p in _networks(pipe).items() if TRAINED in _adapters(p)}
-    for name, network in adapted.items():
-        save_adapter(name, network, folder)
-    if not adapted:
+    if not has_adapter(pipe):
         pipe.save_pretrained(folder)
+    for name, network in _networks(pipe).items():
+        if TRAINED in _adapters(network):
+            save_adapter(name, network, folder)
 
 
 def lend(pipe: Any, folder: Path) -> LoadedPipe:
@@ -159,10 +159,10 @@ def borrow(pipe: Any) -> Iterator[Callable[[], None]]:
     """
     kept: list[bool] = []
     with ExitStack() as undo:
-        scheduler = pipe.scheduler
-        undo.callback(setattr, pipe, "scheduler", scheduler)
-        for name, network in _modules(pipe).items():
-            undo.callback(_restorer(network))
+        undo.callback(setattr, pipe, "scheduler", pipe.scheduler)
+        for name, network in pipe.components.items():
+            if isinstance(network, nn.Module):
+                undo.callback(_restorer(network))
             if name in _networks(pipe):
                 undo.callback(_adapter_restorer(network, kept))
         yield lambda: kept.append(True)
@@ -176,10 +176,6 @@ def _networks(pipe: Any) -> dict[str, Any]:
 
 def _adapters(network: Any) -> Mapping[str, Any]:
     return getattr(network, "peft_config", None) or {}
-
-
-def _modules(pipe: Any) -> dict[str, nn.Module]:
-    return {n: p for n, p in pipe.components.items() if isinstance(p, nn.Module)}
 
 
 def _restorer(network: nn.Module) -> Callable[[], None]:

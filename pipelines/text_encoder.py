@@ -45,11 +45,6 @@ class TextEncoder(PromptEncoder):
         self.micro_batch = self.network.setup.text_micro_batch
 
     @property
-    def offloaded(self) -> tuple[str, ...]:
-        """Return the name prefixes of components that stay on the CPU except while they encode."""
-        return PREFIXES if self.offload else ()
-
-    @property
     def names_in_main_memory(self) -> list[str]:
         """Return the names of encoders that are loaded to the CPU."""
         return self.names if self.offload and not self.cache else []
@@ -65,8 +60,8 @@ class TextEncoder(PromptEncoder):
 
         Policies that can offload their encoders run `encode` inside this context.
         """
-        components = self.pipe.components.items()
-        moved = [one for name, one in components if one and name.startswith(self.offloaded)]
+        components = self.pipe.components.items() if self.offload else ()
+        moved = [one for name, one in components if one and name.startswith(PREFIXES)]
         for encoder in moved:
             encoder.to(self.device)
         try:
@@ -87,11 +82,11 @@ class TextEncoder(PromptEncoder):
                 for name, one in components.items()
                 if name not in names
             }
-            network = self.network
+            network, folder = self.network, self.network.folder
             quantizers = network.quantizers(*names)
-            loaded = load_pipeline(network.folder, network.dtype, quantizers, device, **given)
-            encoders = {name: loaded.components[name] for name in names}
-            check_finite(network.folder.path, encoders)
+            loaded = load_pipeline(folder, network.dtype, quantizers, device, **given).components
+            encoders = {name: loaded[name] for name in names}
+            check_finite(folder.path, encoders)
             self.pipe.register_modules(**encoders)
         for name in names:
             self.pipe.components[name].to(device)
@@ -140,12 +135,9 @@ class TextEncoder(PromptEncoder):
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def digest_files(self) -> str:
-        folder = self.network.folder
-        vae = () if self.input_spec.references[1] else ("vae",)
-        others = "scheduler", self.network.name, *vae
-        return digest_files(
-            folder, (name for name in folder.components() if not name.startswith(others))
-        )
+        folder, others = self.network.folder, ("scheduler", self.network.name)
+        others += () if self.input_spec.references[1] else ("vae",)
+        return digest_files(folder, [n for n in folder.components() if not n.startswith(others)])
 
     def describe_settings(self, policy: Policy) -> str:
         names = inspect.signature(type(policy).__init__).parameters.keys() - _CHANGES_NOTHING

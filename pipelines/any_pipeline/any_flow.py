@@ -35,7 +35,7 @@ from pipelines.any_pipeline.stock_call import StockCall
 from pipelines.any_pipeline.wrapping import check_arguments, check_replay, find_classes
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import check_folder, check_headers
-from pipelines.network.estimates import evaluation_flops, kept_per_token, plan_masks, plan_network
+from pipelines.network.estimates import evaluation_flops, kept_per_token, mask_bytes, plan_network
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, prepare_training
 from pipelines.parts.encoding import (
@@ -75,10 +75,6 @@ class Call:
     decode_one: bool = False
     """Decode and encode one sample at a time. It saves memory, and the autoencoder of HunyuanVideo
     1.5 needs it."""
-
-    def together(self, samples: Tensor) -> int:
-        """Return the number of samples that one call of the autoencoder takes."""
-        return 1 if self.decode_one or self.one_request else max(1, len(samples))
 
 
 class AnyFlow(DiffusersPolicy):
@@ -151,12 +147,10 @@ class AnyFlow(DiffusersPolicy):
         with torch.device("meta"):
             prepare_training(denoiser, self.network.lora)
         config = self.folder.config(self.denoiser_name)
-        tokens, recomputed = (
-            self.num_tokens(latent_shape, config),
-            self.network.gradient_checkpointing,
-        )
+        recomputed = self.network.gradient_checkpointing
+        tokens = self.num_tokens(latent_shape, config)
         given = denoiser, latent_shape, tokens, self.max_sequence_length
-        masks = plan_masks(self.network, config, tokens, recomputed)
+        masks = mask_bytes(self.network, config, tokens, recomputed)
         kept = tokens * kept_per_token(denoiser, recomputed)
         return ModelPlan(
             latent_shape=latent_shape,
@@ -194,11 +188,9 @@ class AnyFlow(DiffusersPolicy):
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Config) -> int:
         patch = transformer.get("patch_size", 1)
         patch = prod(patch) if isinstance(patch, list | tuple) else patch**2
-        packed = len(latent_shape) == 2
+        packed, spec = len(latent_shape) == 2, self.input_spec
         places = latent_shape[0] if packed else prod(latent_shape[1:]) // patch
-        sources = (
-            0 if self.input_spec.mask or self.input_spec.kind != "source" else self.call.pictures
-        )
+        sources = self.call.pictures if spec.kind == "source" and not spec.mask else 0
         return (1 + sources) * places + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:  # noqa: ARG002
@@ -241,8 +233,13 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        media = torch.cat([self.finish(some) for some in x.split(self.call.together(x))])
+        media = torch.cat([self.finish(some) for some in self._split(x)])
         return (media if media.ndim == 5 else media[:, None]).float()
+
+    def _split(self, samples: Tensor) -> Sequence[Tensor]:
+        """Return the parts of samples that one call of the autoencoder takes."""
+        alone = self.call.decode_one or self.call.one_request
+        return samples.split(1 if alone else max(1, len(samples)))
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the part of the pipeline that follows its last denoising step."""
@@ -260,18 +257,14 @@ class AnyFlow(DiffusersPolicy):
         media = media.to(self.pipe.vae.device, torch.float32)
         clips = crop_clips(media, self.num_frames or 1, self.height, self.width, self.path)
         latent_map = LatentMap.of(self.pipe.vae, self.finish, self.latent_shape)
-        return torch.cat(
-            [latent_map.encoded(some) for some in clips.split(self.call.together(clips))]
-        )
+        return torch.cat([latent_map.encoded(some) for some in self._split(clips)])
 
     def encoders(self) -> tuple[str, str]:
         arguments = sorted(self.call.arguments.items())
         kept = [tuple(one.shape[1:]) for one in self.blank.values()]  # some depend on the size
         parts, text = sorted(self.pipe.components.items()), ""
-        tokenizers = [
-            vars(p).get("tokenizer", p) for n, p in parts if p and n.startswith("tokenizer")
-        ]
-        words = [sorted(one.get_vocab().items()) for one in tokenizers]
+        tokenizers = [p for n, p in parts if p and n.startswith("tokenizer")]
+        words = [sorted(vars(p).get("tokenizer", p).get_vocab().items()) for p in tokenizers]
         for name, part in parts:
             if isinstance(part, nn.Module) and "encoder" in name:
                 config: Any = part.config

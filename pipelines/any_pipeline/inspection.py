@@ -38,9 +38,11 @@ def inspect_pipeline(
             lambda: f"off by {replay_difference(policy, steps, Request(_PROMPT)):.1e} in 4 steps"
         ),
         "decode": _tried(lambda: f"media {tuple(policy.decode(state).shape[1:])}"),
-        "embed": _tried(lambda: _embedded(policy, state)),
+        "embed": _tried(lambda: f"state {tuple(policy.embed(policy.decode(state)).shape[1:])}"),
         "LoRA targets": _targets(network),
-        "LoRA loader": _loader(policy.folder.pipeline),
+        "LoRA loader": "pipe.load_lora_weights"
+        if "load_lora_weights" in dir(policy.folder.pipeline)
+        else "the pipeline has none: pipe.transformer.load_lora_adapter",
         "sharding blocks": _blocks(network),
         "attention backends": ", ".join(usable_attention()),
     }
@@ -60,23 +62,12 @@ def _shapes(policy: AnyFlow) -> str:
     return f"{how}, keeps {', '.join(kept)}"
 
 
-def _embedded(policy: AnyFlow, state: torch.Tensor) -> str:
-    back = policy.embed(policy.decode(state))
-    return f"state {tuple(back.shape[1:])}"
-
-
 def _targets(network: nn.Module) -> str:
     """Return the number of linear layers that the default LoRA target names match, as text."""
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     names = LORA.target_modules or ()
     hit = [one for one in linear if one.endswith(tuple(f".{name}" for name in names))]
     return f"{', '.join(names)}: {len(hit)} of {len(linear)} linear layers"
-
-
-def _loader(cls: type) -> str:
-    if "load_lora_weights" in dir(cls):
-        return "pipe.load_lora_weights"
-    return "the pipeline has none: pipe.transformer.load_lora_adapter"
 
 
 def _blocks(network: Any) -> str:

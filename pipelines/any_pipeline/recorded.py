@@ -100,22 +100,18 @@ class Layout:
         If requests cannot share a call, a column of distinct numbers separates them.
         """
         found = [value for name, value in cond.items() if name.endswith(".length")]
-        for k, leaf in enumerate(self.leaves):
-            if leaf.kind == "lone":
-                found.append(torch.arange(len(cond[str(k)]), device=cond[str(k)].device))
+        lone = [cond[str(k)] for k, leaf in enumerate(self.leaves) if leaf.kind == "lone"]
+        found += [torch.arange(len(rows), device=rows.device) for rows in lone]
         return torch.stack(found, 1) if found else None
 
     def returned(self, cond: Cond, x: Tensor) -> list[tuple[str, Any]]:
         """Return the methods' results for requests of equal lengths, with x as the state."""
-        flat = [
-            self._given(k, leaf, cond, x) if leaf.kind != "shared" else leaf.value
-            for k, leaf in enumerate(self.leaves)
-        ]
+        flat = [self._given(k, leaf, cond, x) for k, leaf in enumerate(self.leaves)]
         return list(zip(self.names, tree_unflatten(flat, self.spec), strict=True))
 
     def _given(self, k: int, leaf: Leaf, cond: Cond, x: Tensor) -> Any:
-        if leaf.kind == "state":
-            return x
+        if leaf.kind in ("state", "shared"):
+            return x if leaf.kind == "state" else leaf.value
         rows = cond[str(k)]
         if leaf.axis is not None:
             rows = rows.narrow(leaf.axis, 0, int(cond[f"{k}.length"][0]))
@@ -139,8 +135,10 @@ def _flatten(calls: Calls) -> tuple[list[Any], TreeSpec]:
 def _leaf(short: Any, long: Any, both: Any) -> Leaf:
     if isinstance(short, list) and [len(one) for one in (short, long, both)] == [1, 1, 2]:
         return Leaf("listed", _ragged_axis(short[0][None], long[0][None]))
-    if isinstance(short, list) and not _are_equal(short, long):
-        raise ValueError("a list of results does not hold one tensor per request")
+    if isinstance(short, list):
+        pairs = [p for p in zip(short, long, strict=False) if isinstance(p[0], Tensor)]
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise ValueError("a list of results does not hold one tensor per request")
     if not isinstance(short, Tensor):
         return Leaf("shared", value=short)
     if both.shape[:1] == (2 * long.shape[0],) and both.shape[1:] == long.shape[1:]:
@@ -150,12 +148,6 @@ def _leaf(short: Any, long: Any, both: Any) -> Leaf:
     if long.shape != both.shape or long.shape[:1] != (1,):
         raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
     return Leaf("lone", _ragged_axis(short, long))
-
-
-def _are_equal(short: list[Any], long: list[Any]) -> bool:
-    """Return whether all tensors of two lists are equal."""
-    pairs = [pair for pair in zip(short, long, strict=False) if isinstance(pair[0], Tensor)]
-    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _ragged_axis(short: Tensor, long: Tensor) -> int | None:

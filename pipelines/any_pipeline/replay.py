@@ -242,9 +242,3 @@ def stop_at_network(network: nn.Module) -> Iterator[None]:
 def initial_state(result: Any) -> Any:
     """Return the initial state from the results of `prepare_latents`."""
     return result[0] if isinstance(result, tuple) else result
-
-
-def select_accepted(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the pipeline's `__call__` accepts."""
-    known = inspect.signature(cls.__call__).parameters
-    return {name: value for name, value in arguments.items() if name in known}

@@ -24,7 +24,6 @@ from pipelines.any_pipeline.replay import (
     exchange,
     failure_context,
     initial_state,
-    select_accepted,
     stop_at_network,
 )
 from pipelines.network.denoisers import current_precision
@@ -50,10 +49,12 @@ def build_on_meta(folder: Folder, denoiser: str) -> Any:
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     components = dict.fromkeys(p.name for p in parameters if p.default is p.empty)
     for name, (library, class_name) in folder.components().items():
-        if name in (denoiser, "vae"):
+        if name == "vae":
+            components[name] = _encode_to_zeros(folder.vae_on_meta())
+        elif name == denoiser:
             with torch.device("meta"):
-                made = getattr(diffusers, class_name).from_config(folder.config(name))
-            components[name] = _encode_to_zeros(made.eval()) if name == "vae" else made.eval()
+                network = getattr(diffusers, class_name).from_config(folder.config(name))
+            components[name] = network.eval()
         elif name == "scheduler":
             components[name] = build_scheduler(folder.config(name))
         elif name in _WITHOUT_WEIGHTS:
@@ -91,18 +92,14 @@ def _encode_to_zeros(vae: Any) -> Any:
 def _text_names(cls: type) -> list[str]:
     """Return the names to which `__call__` assigns the results of `encode_prompt`."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__call__)))
-    found = [
-        [ast.unparse(name) for name in node.targets[0].elts]
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "encode_prompt"
-    ]
-    if not found:
-        raise ValueError(f"{cls.__name__} does not call encode_prompt")
-    return found[0]
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=names)],
+                value=ast.Call(func=ast.Attribute(attr="encode_prompt")),
+            ):
+                return [ast.unparse(name) for name in names]
+    raise ValueError(f"{cls.__name__} does not call encode_prompt")
 
 
 @dataclass
@@ -187,18 +184,18 @@ class StockCall:
     def _arguments(
         self, requests: Sequence[Request], output_type: str, num_steps: int
     ) -> dict[str, Any]:
-        height, width = self.size
         known = {
             "prompt": prompts_of(requests),
-            "height": height,
-            "width": width,
+            "height": self.size[0],
+            "width": self.size[1],
             "num_inference_steps": num_steps,
             "generator": torch.Generator().manual_seed(0),
             "output_type": output_type,
             "return_dict": False,
         }
-        images = self._images(requests[0])
-        return select_accepted(self.folder.pipeline, known) | images | dict(self.arguments)
+        accepted = inspect.signature(self.folder.pipeline.__call__).parameters
+        known = {name: value for name, value in known.items() if name in accepted}
+        return known | self._images(requests[0]) | dict(self.arguments)
 
     def _images(self, request: Request) -> dict[str, Any]:
         """Return the image arguments of the pipeline's call for a request."""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ def find_classes(unknown: Folder, name: str, pictures: int) -> tuple[str, str]:
     path, kind = unknown.path, unknown.setting("_class_name")
     if kind not in dir(diffusers):
         raise ValueError(f"{path}: diffusers {diffusers.__version__} has no class {kind}")
-    folder = copy(unknown)
-    folder.kind = kind
-    components = folder.components()
+    folder, components = replace(unknown, kind=kind), unknown.components()
     if reason := _misfit(folder, name, components) or _refuse_images(folder.pipeline, pictures):
         raise ValueError(f"{path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")
     return kind, components[name][1]
@@ -60,9 +58,9 @@ def _misfit(folder: Folder, name: str, components: Mapping[str, tuple[str, str]]
     if scheduler["_class_name"].startswith("FlowMap"):
         return "its network predicts the mean velocity between two times, and a policy has one time"
     flows = scheduler.get("prediction_type") == "flow_prediction"
-    if not (flows or scheduler["_class_name"].startswith("FlowMatch")):
-        return f"its scheduler, {scheduler['_class_name']}, is not a flow-matching scheduler"
-    return ""
+    if flows or scheduler["_class_name"].startswith("FlowMatch"):
+        return ""
+    return f"its scheduler, {scheduler['_class_name']}, is not a flow-matching scheduler"
 
 
 def _refuse_images(cls: Any, pictures: int) -> str:

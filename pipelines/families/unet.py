@@ -19,13 +19,8 @@ LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0")
 """Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO."""
 
 
-UNREAD = dict.fromkeys(
-    f"unet.{name}"
-    for name in (
-        *("time_cond_proj_dim", "class_embed_type", "num_class_embeds", "encoder_hid_dim_type"),
-        "addition_embed_type",
-    )
-)
+_INPUTS = "time_cond_proj_dim", "class_embed_type", "num_class_embeds", "encoder_hid_dim_type"
+UNREAD = dict.fromkeys(f"unet.{name}" for name in (*_INPUTS, "addition_embed_type"))
 """Inputs of UNets of other pipelines, such as the guidance of latent consistency models."""
 
 
@@ -99,9 +94,8 @@ class SD15(UNetPolicy):
     """
 
     pipeline_class = "StableDiffusionPipeline"
-    skip_components = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder")) | {
-        "requires_safety_checker": False
-    }
+    skip_components = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
+    skip_components |= {"requires_safety_checker": False}
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -124,15 +118,11 @@ class SDXL(UNetPolicy):
     """
 
     pipeline_class = "StableDiffusionXLPipeline"
-    fixed = (
-        UNREAD
-        | {"unet.addition_embed_type": "text_time"}
-        | dict.fromkeys(("vae.latents_mean", "vae.latents_std"))
-    )
+    fixed = dict.fromkeys(("vae.latents_mean", "vae.latents_std"), None) | UNREAD
+    fixed |= {"unet.addition_embed_type": "text_time"}
     conditions_on_size = True
-    skip_components = dict.fromkeys(("feature_extractor", "image_encoder")) | {
-        "add_watermarker": False
-    }
+    skip_components = dict.fromkeys(("feature_extractor", "image_encoder"))
+    skip_components |= {"add_watermarker": False}
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ flowalign itself reads the second file.
 """
 
 import json
-import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,12 +133,12 @@ def load_adapter(part: str, denoiser: Any, folder: str) -> None:
     check_formula(about, file)
     config = denoiser.peft_config[TRAINED]
     pairs = {"rank": (about.get("r"), config.r), "alpha": (about["lora_alpha"], config.lora_alpha)}
-    if wrong := {name: pair for name, pair in pairs.items() if pair[0] not in (None, pair[1])}:
-        told = " and ".join(f"lora.{name} {was}, not {now}" for name, (was, now) in wrong.items())
-        remedy = " and ".join(
-            f"policy.init_args.lora.{n} to {was}" for n, (was, _) in wrong.items()
-        )
-        raise ValueError(f"{file} was trained with {told}: set {remedy}")
+    for setting, (was, now) in pairs.items():
+        if was not in (None, now):
+            raise ValueError(
+                f"{file} was trained with lora.{setting} {was}, not {now}: "
+                f"set policy.init_args.lora.{setting} to {was}"
+            )
     require_same_shapes(state, adapter_tensors(denoiser), file)
     require_finite(state, file)
     peft.set_peft_model_state_dict(denoiser, state)
@@ -163,24 +163,25 @@ def load_into_pipeline(pipe: Any, part: str, folder: str, name: str | None = Non
     """Load a saved adapter as a user of plain diffusers does; `name` is its name there."""
     prefix, where = adapter_place(part, folder)
     more = {} if name is None else {"adapter_name": name}
-    if "load_lora_weights" not in dir(pipe):  # its network has a loader
-        pipe.components[part].load_lora_adapter(where, prefix=prefix, weight_name=LORA_FILE, **more)
-        return
     second = {} if prefix == part else {f"load_into_{part}": True}
-    with _without_advice():
-        pipe.load_lora_weights(where, **second, **more)
+    with without_warnings():
+        if "load_lora_weights" in dir(pipe):
+            pipe.load_lora_weights(where, **second, **more)
+        else:  # its network has a loader
+            network = pipe.components[part]
+            network.load_lora_adapter(where, prefix=prefix, weight_name=LORA_FILE, **more)
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence diffusers' advice to open an issue if no adapter belongs to the text encoders."""
-    log = logging.getLogger("diffusers.loaders.lora_base")
-    level = log.level
-    log.setLevel(logging.ERROR)
+def without_warnings() -> Iterator[None]:
+    """Hide that peft gets a second adapter, and that the text encoders have none."""
+    level = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
-        log.setLevel(level)
+        diffusers.utils.logging.set_verbosity(level)
 
 
 def difference_of_copy(part: str, denoiser: Any, folder: str) -> float:
@@ -269,9 +270,8 @@ def _read_diffusers(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and settings of a diffusers file that has no PEFT file next to it."""
     found = read_tensors(file)
-    names = {
-        key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()
-    }
+    keys = adapter_keys(part, denoiser, adapter_tensors(denoiser))
+    names = {key: name for name, key in keys.items()}
     state = {names.get(k) or _peft_name(k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
         about = parse_json((opened.metadata() or {}).get(_METADATA, "{}"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowalign.types import Attention, Offload, Reduced, Setup
 from pipelines.network.cuda_graphs import GraphedForward
 from pipelines.network.lora_layers import restore_adapters, skip_input_casts, speed_up_adapters
-from pipelines.network.quantization import cast_layerwise, quantizers
+from pipelines.network.quantization import PACKAGES, build_quantizer, cast_layerwise
 from pipelines.network.speed import recompute_blocks, set_attention, speed_up
 from pipelines.network.weights import (
     DTYPES,
@@ -52,10 +52,10 @@ def keep_dtype(network: nn.Module) -> None:
 
 def release(network: nn.Module) -> None:
     """Remove the changes that prepared a network for training, except its adapter."""
-    changed = [(one._forward_hooks, _cast_output) for one in _norms(network)]
-    changed += [(one._forward_pre_hooks, _cast_inputs) for one in _attentions(network)]
-    for hooks, ours in changed:
-        for key in [key for key, hook in hooks.items() if hook is ours]:
+    changed = [one._forward_hooks for one in _norms(network)]
+    changed += [one._forward_pre_hooks for one in _attentions(network)]
+    for hooks in changed:
+        for key in [key for key, hook in hooks.items() if hook in (_cast_output, _cast_inputs)]:
             del hooks[key]
     restore_adapters(network)
     vars(network).pop("forward", None)
@@ -112,8 +112,7 @@ def place(network: Any, device: torch.device, offload: Offload) -> None:
     for module in network.modules():
         if "_diffusers_hook" in vars(module):
             hook = module._diffusers_hook.get_hook("group_offloading")
-            group = hook and hook.group
-            if group:
+            if group := hook and hook.group:
                 group.onload_, group.offload_ = _lend(group.modules or [module], device)
 
 
@@ -129,11 +128,9 @@ def _lend(layers: Sequence[nn.Module], device: torch.device) -> tuple[Callable[[
     def give() -> None:
         if kept:  # an earlier evaluation stopped inside of the layers, as recomputations do
             return
-        for layer in layers:
-            for tensors in (layer._parameters, layer._buffers):
-                kept.extend(
-                    (tensors, name, one) for name, one in tensors.items() if one is not None
-                )
+        stores: list[Any] = [s for one in layers for s in (one._parameters, one._buffers)]
+        items = ((store, *item) for store in stores for item in store.items())
+        kept.extend(item for item in items if item[2] is not None)
         for tensors, name, one in kept:
             copy = one.to(device)
             tensors[name] = nn.Parameter(copy, False) if isinstance(one, nn.Parameter) else copy
@@ -221,10 +218,15 @@ class Denoisers:
 
     def quantizers(self, *names: str) -> dict[str, Any]:
         """Return the quantization configs of the named components, by default of all."""
-        setup = self.setup.quantization
+        setup, components = self.setup.quantization, self.folder.components()
         kinds = {self.name: setup.denoiser, "text_encoder": setup.text_encoders}
-        configurations = quantizers(self.folder, kinds, self.dtype)
-        return {n: one for n, one in configurations.items() if n in (names or configurations)}
+        return {
+            name: build_quantizer(kind, components[name][0], self.dtype)
+            for prefix, kind in kinds.items()
+            if kind in PACKAGES
+            for name in self.folder.names(prefix)
+            if name in names or not names
+        }
 
     def on_meta(self, name: str | None = None) -> Any:
         """Build a denoiser from its config. Call it inside `torch.device("meta")`."""
@@ -243,7 +245,7 @@ class Denoisers:
             prepare_training(denoiser, self.lora)
             place_adapter(denoiser, denoiser.device)
             if self.lora and self.setup.quantization.denoiser == "none":
-                _speed_up_adapter(denoiser, self.setup, self.loads_to_cpu)
+                self._speed_up_adapter(denoiser)
             if self.gradient_checkpointing:
                 recompute_blocks(denoiser, self.setup.speed.kept_blocks or 0.0)
         for name in self.names:
@@ -254,6 +256,12 @@ class Denoisers:
             if self.setup.speed.graphs:
                 self.components[name].forward = GraphedForward(self.components[name])
         return self.join({})
+
+    def _speed_up_adapter(self, denoiser: Any) -> None:
+        if self.setup.speed.compile:
+            skip_input_casts(denoiser)
+        else:  # sharding and offloading replace parameters in each evaluation
+            speed_up_adapters(denoiser, not self.loads_to_cpu and self.setup.offload == "none")
 
     def set_attention(self, name: Attention, *copies: nn.Module) -> None:
         for network in (*(self.components[trained] for trained in self.trained), *copies):
@@ -290,14 +298,6 @@ class Denoisers:
         """Load the weights that `save` wrote."""
         for name in self.trained:
             load_weights(name, self.components[name], folder)
-
-
-def _speed_up_adapter(denoiser: Any, setup: Setup, sharded: bool) -> None:
-    if setup.speed.compile:
-        skip_input_casts(denoiser)
-    else:  # sharding and offloading replace parameters in each evaluation
-        keeps = not sharded and setup.offload == "none"
-        speed_up_adapters(denoiser, keep_copies=keeps)
 
 
 _REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)

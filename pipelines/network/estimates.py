@@ -18,7 +18,7 @@ from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.network.weights import count_gathered, count_trained
 from pipelines.parts.libraries import diffusers, flop_counter
-from pipelines.parts.memory import activations, block_inputs, kept_activations, mask_bytes
+from pipelines.parts.memory import activations, block_inputs, kept_activations
 
 _PER_SAMPLE = re.compile(
     r"norm|mod|time|pooled|guidance|adaln|scale_shift|temb|\bt_embedder", re.IGNORECASE
@@ -32,7 +32,7 @@ _SOUND = re.compile(r"^audio|\.audio_(?!to_video)|video_to_audio")
 _QUERIES = re.compile(r"(to_q|to_qkv\w*|(?<!add_)q_proj)(\.base_layer)?$")
 _CROSS = re.compile(r"attn2\.(to_k|to_v)\b")
 
-Layers = Mapping[str, nn.Module]
+Layers = Mapping[str, Any]
 
 
 def evaluation_flops(denoiser: nn.Module, latent_shape: Any, num_tokens: int, num_text: int) -> int:
@@ -43,7 +43,7 @@ def evaluation_flops(denoiser: nn.Module, latent_shape: Any, num_tokens: int, nu
     """
     if isinstance(denoiser, diffusers.UNet2DConditionModel):
         return _trace_unet(denoiser, latent_shape, num_text)
-    blocks: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)
+    blocks: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, layer in denoiser.named_modules():
         if isinstance(layer, nn.Linear | _ConvNd) and not _SOUND.search(name):
             found = re.match(r"(?:[a-z_]+\.)*?[a-z_]+\.\d+(?=\.)", name)
@@ -59,7 +59,7 @@ def evaluation_flops(denoiser: nn.Module, latent_shape: Any, num_tokens: int, nu
         for name, layer in layers.items():
             cross = crosses and _CROSS.search(name)
             rows = num_text if cross else _rows(name[len(block) :], per_stream, num_text)
-            total += 2 * rows * _size(layer)
+            total += 2 * rows * layer.weight.numel()
         total += _attention(denoiser, layers, whole, images, num_text if crosses else images)
     return total
 
@@ -77,10 +77,6 @@ def _rows(inner: str, tokens: int, num_text: int) -> int:
     return num_text if _TEXT.search(inner) else tokens
 
 
-def _size(layer: Any) -> int:
-    return layer.weight.numel()
-
-
 def _attention(denoiser: Any, layers: Layers, tokens: int, images: int, second: int) -> int:
     """Return the operations of the two matrix products of each attention in a block.
 
@@ -90,7 +86,7 @@ def _attention(denoiser: Any, layers: Layers, tokens: int, images: int, second: 
     for name, layer in layers.items():
         if not (found := _QUERIES.search(name)):
             continue
-        width = int(layer.in_features)  # pyright: ignore[reportArgumentType]
+        width = layer.in_features
         attention = denoiser.get_submodule(name[: found.start() - 1])
         if "LinearAttn" in type(getattr(attention, "processor", None)).__name__:
             total += 4 * tokens * width * (width // attention.heads + 1)
@@ -163,26 +159,30 @@ def plan_activations(
     size = network.dtype.itemsize
     whole, least = (
         size * activations(config, num_tokens, recomputed)
-        + plan_masks(network, config, num_tokens, recomputed)
+        + mask_bytes(network, config, num_tokens, recomputed)
         for recomputed in (False, True)
     )
     if network.gradient_checkpointing:
         kept = size * kept_activations(config, num_tokens)
-        masks = plan_masks(network, config, num_tokens, recomputed=False)
+        masks = mask_bytes(network, config, num_tokens, recomputed=False)
         inputs = size * block_inputs(config, num_tokens)
         return {"activation_bytes": least, "kept_bytes": kept + masks, "input_bytes": inputs}, []
     saving = Saving("activations", f"{network.checkpointing}: true", whole - least)
     return {"activation_bytes": whole}, [saving] if whole > least else []
 
 
-def plan_masks(
+def mask_bytes(
     network: Denoisers, config: Mapping[str, Any], num_tokens: int, recomputed: bool
 ) -> int:
-    """Return the bytes of attention masks of all pairs of tokens; 0 if the network makes none."""
+    """Return the bytes of boolean masks of all pairs of tokens, and of what torch makes of them.
+
+    One layer holds two boolean masks, the additive mask, and the copy of it with aligned rows. Each
+    layer keeps the copy for the backward pass, and with recomputation (`recomputed`) only one does.
+    """
     if network.kind not in _WITH_MASKS:
         return 0
-    kept = 1 if recomputed else config["num_layers"]
-    return mask_bytes(num_tokens, kept, network.dtype.itemsize)
+    kept, size = 1 if recomputed else config["num_layers"], network.dtype.itemsize
+    return num_tokens**2 * (2 + size + kept * size)
 
 
 def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:

@@ -72,11 +72,8 @@ def _check_fits(network: Denoisers, part: str, folder: str) -> None:
     _, where = adapter_place(part, folder)
     about = read_object(require_file(where / PEFT_CONFIG))
     check_formula(about, where / PEFT_CONFIG)
-    lora = Lora(
-        rank=about["r"],
-        alpha=about["lora_alpha"],
-        target_modules=tuple(about["target_modules"]),
-    )
+    layers = tuple(about["target_modules"])
+    lora = Lora(rank=about["r"], alpha=about["lora_alpha"], target_modules=layers)
     with torch.device("meta"):
         denoiser = network.on_meta(part)
     try:
@@ -112,27 +109,16 @@ def export(
     """
     if target == "merged":
         return _merge(network, out, dtype)
+    writers = {"diffusers": save_for_diffusers, "peft": save_for_peft}
     for name in network.trained:
         denoiser = network.components[name]
-        _round(denoiser, dtype)
-        if target == "diffusers":
-            save_for_diffusers(name, denoiser, out, dtype)
-        elif target == "peft":
-            save_for_peft(name, denoiser, out, dtype)
-        else:
-            _save_for_comfyui(name, denoiser, out, dtype)
-    return (
-        None
-        if target == "comfyui"
-        else _difference(network, VerificationSamples(policy, len(network.names)), out, target)
-    )
-
-
-def _round(network: Any, dtype: torch.dtype) -> None:
-    """Round the adapter to values of `dtype`, without folding alpha / rank into it."""
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        for parameter in denoiser.parameters():
+            if parameter.requires_grad:  # rounded before alpha / rank is folded into it
+                parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        writers.get(target, _save_for_comfyui)(name, denoiser, out, dtype)
+    if target == "comfyui":
+        return None
+    return _difference(network, VerificationSamples(policy, len(network.names)), out, target)
 
 
 def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> None:
@@ -173,16 +159,11 @@ def _difference(
             loaded: Any = peft.PeftModel.from_pretrained(fresh.components[name], str(where))
             read_back[name] = loaded.base_model.model
         read_back[name].to(expected.device)
-        _keep_float32(read_back[name])
+        for parameter_name, parameter in read_back[name].named_parameters():
+            if "lora_" in parameter_name:  # float32, as in training
+                parameter.data = parameter.data.float()
         keep_dtype(read_back[name])
     return float((probe.velocity(network.join(read_back)) - expected).abs().max())
-
-
-def _keep_float32(network: Any) -> None:
-    """Compute with the adapter in float32, as in training."""
-    for name, parameter in network.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
 
 
 def _merge(network: Denoisers, out: str, dtype: torch.dtype) -> float:

@@ -132,15 +132,13 @@ _EXCLUSIONS = {
 
 
 def _check_quantization(network: Denoisers, quantization: Quantization) -> None:
-    denoiser, text = quantization.denoiser, quantization.text_encoders
-    if denoiser != "none" and network.lora is None:
+    if quantization.denoiser != "none" and network.lora is None:
         raise ValueError(
-            f"quantization.denoiser is {denoiser}, but policy.lora is null, and quantized "
-            "weights are not trained: set policy.lora, or quantization.denoiser to none"
+            f"quantization.denoiser is {quantization.denoiser}, but policy.lora is null, and "
+            "quantized weights are not trained: set policy.lora, or quantization.denoiser to none"
         )
-    for setting, kind in (("denoiser", denoiser), ("text_encoders", text)):
-        package = PACKAGES.get(kind)
-        if package and not find_spec(package):
+    for setting, kind in vars(quantization).items():
+        if (package := PACKAGES.get(kind)) and not find_spec(package):
             raise ValueError(
                 f"quantization.{setting} {kind} needs {package}: "
                 "pip install 'flowalign-diffusion[quantized]'"
@@ -195,8 +193,7 @@ def _check_context(
     prefix, kind = f"sharding.context_degree is {degree}, but", network.kind
     if kind not in _CONTEXT_NETWORKS or network.computes_at_load:
         reason = _CONTEXT_FAILURES.get(kind, "has no plan in diffusers 0.42.1")
-        if network.computes_at_load:
-            reason = "is not tested with recorded pipelines"
+        reason = "is not tested with recorded pipelines" if network.computes_at_load else reason
         raise ValueError(
             f"{prefix} {network.owner} does not support it: {kind}: {reason}; allowed here: 1. "
             f"Supported by {_CONTEXT_POLICIES}"

@@ -1,14 +1,13 @@
 """Stores frozen weights in fewer bits with diffusers' quantization configs."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipelines.network.speed import blocks_of
-from pipelines.parts.folder import Folder
 from pipelines.parts.libraries import diffusers, transformers
 
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
@@ -25,21 +24,7 @@ def cast_layerwise(network: Any, kind: str, dtype: torch.dtype) -> None:
         network.enable_layerwise_casting(_LAYERWISE, dtype)
 
 
-def quantizers(folder: Folder, kinds: Mapping[str, str], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the quantization config of each component that has one.
-
-    The keys of `kinds` are prefixes of component names.
-    """
-    libraries = {name: library for name, (library, _) in folder.components().items()}
-    return {
-        name: _quantizer(kind, libraries[name], dtype)
-        for prefix, kind in kinds.items()
-        if kind in PACKAGES
-        for name in folder.names(prefix)
-    }
-
-
-def _quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
+def build_quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
     """Return the quantization config, of the class that the component's library expects."""
     configs: Any = diffusers if library == "diffusers" else transformers
     if kind == "nf4":
@@ -50,9 +35,8 @@ def _quantizer(kind: str, library: str, dtype: torch.dtype) -> Any:
             bnb_4bit_compute_dtype=dtype,
         )
     torchao: Any = importlib.import_module("torchao.quantization")
-    if kind == "int8":
-        return configs.TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    return configs.TorchAoConfig(torchao.Float8WeightOnlyConfig())
+    weights = "Int8" if kind == "int8" else "Float8"
+    return configs.TorchAoConfig(getattr(torchao, f"{weights}WeightOnlyConfig")())
 
 
 def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
@@ -62,9 +46,9 @@ def stored_bytes(network: Any, kind: str, dtype: torch.dtype) -> int:
     """
     if kind == "layerwise":
         cast_layerwise(network, kind, dtype)
-        low = {id(p) for p in network.parameters() if p.dtype == _LAYERWISE}
         return sum(
-            p.numel() * (1 if id(p) in low else dtype.itemsize) for p in network.parameters()
+            p.numel() * (1 if p.dtype == _LAYERWISE else dtype.itemsize)
+            for p in network.parameters()
         )
     total = dtype.itemsize * sum(p.numel() for p in network.parameters())
     if kind == "none":

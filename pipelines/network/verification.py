@@ -1,6 +1,5 @@
 """Compares a policy with networks loaded as a user of plain diffusers would load them."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +9,17 @@ from torch import Tensor, nn
 
 from flowalign.types import Policy, Request, encode_requests, with_denoiser
 from flowalign.utils.adapters import TRAINED, active_adapters
-from pipelines.network.adapter_files import difference_of_copy, fold_alpha, load_into_pipeline
+from pipelines.network.adapter_files import (
+    difference_of_copy,
+    fold_alpha,
+    load_into_pipeline,
+    without_warnings,
+)
 from pipelines.network.context import undivide
 from pipelines.network.denoisers import Denoisers, keep_dtype, place
 from pipelines.network.lora_layers import check_copies
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
-from pipelines.parts.libraries import diffusers
 
 _SAVED = "saved"
 """Name of an adapter that is loaded next to the trained one."""
@@ -87,25 +90,12 @@ def _velocity_of_saved(
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hide that peft gets a second adapter, and that the text encoders have none."""
-    level = diffusers.utils.logging.get_verbosity()
-    diffusers.utils.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        diffusers.utils.logging.set_verbosity(level)
-
-
-@contextmanager
 def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterator[None]:
     """Let the saved adapter act instead of the trained one inside the context."""
     denoiser = network.components[name]
     trains = [p for p in denoiser.parameters() if p.requires_grad]
     active = active_adapters(denoiser)
-    with _without_warnings():
-        load_into_pipeline(network.pipe, name, folder, _SAVED)
+    load_into_pipeline(network.pipe, name, folder, _SAVED)
     for parameter_name, parameter in denoiser.named_parameters():
         if f".{_SAVED}." in parameter_name:
             parameter.data = parameter.data.float()
@@ -113,7 +103,7 @@ def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterato
     try:
         yield
     finally:
-        with _without_warnings():
+        with without_warnings():
             denoiser.delete_adapters(_SAVED)
         denoiser.set_adapter(active)
         denoiser.requires_grad_(False)
@@ -125,14 +115,14 @@ def _load_saved(network: Denoisers, name: str, folder: str, device: torch.device
     """Load only this denoiser from `folder`, as a user of plain diffusers would."""
     if network.lora is None:
         return network.network_class.from_pretrained(folder, subfolder=name)
-    components = network.components
-    given: dict[str, Any] = {}
-    for other, component in components.items():
-        if other not in (name, "scheduler"):  # reuse cheap tokenizers and processors
-            given[other] = None if isinstance(component, nn.Module) else component
-    given["vae"] = components["vae"]  # some constructors read its sizes
-    if name != network.name:  # diffusers infers the kind of model from it
-        given[network.name] = components[network.name]
+    # Some constructors read sizes of the VAE, and diffusers infers the kind of model from the
+    # first network. Tokenizers and processors are cheap.
+    needed = {"vae", network.name}
+    given: dict[str, Any] = {
+        other: None if isinstance(one, nn.Module) and other not in needed else one
+        for other, one in network.components.items()
+        if other not in (name, "scheduler")
+    }
     elsewhere = [name] if network.setup.offload != "none" else []
     settings = network.dtype, network.quantizers(name), device, elsewhere
     pipe = load_pipeline(network.folder, *settings, **given)

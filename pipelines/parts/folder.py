@@ -20,8 +20,8 @@ from pipelines.parts.published import PublishedModel, find
 INDEX = "model_index.json"
 Config = Mapping[str, Any]
 """Config of a pipeline component."""
-_FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}
-"""Names of configuration files that are not `config.json`."""
+_FILES = {None: INDEX, "scheduler": "scheduler_config.json", "guider": "guider_config.json"}
+"""Names of configuration files that are not `config.json`, by component; None: of the pipeline."""
 _WHOLE, _PIECES, _PIECE = 1 << 20, 1024, 4096
 """Bytes that the digest of a file reads at its beginning, the maximum number of further pieces, and
 the bytes of each piece."""
@@ -90,36 +90,26 @@ class Folder:
         """Return the packaged values of a model on the hub; None for folders and other models."""
         return None if Path(self.root).exists() else find(self.root)
 
-    def config(self, component: str) -> dict[str, Any]:
-        """Return the config of one component.
+    def config(self, component: str | None) -> dict[str, Any]:
+        """Return the config of one component; None: the content of `model_index.json`.
 
         Raises:
             ValueError: The path is neither a folder of this pipeline nor the id of a model on the
                 hub, or a downloaded file differs from the values in the package.
         """
-        name = _FILES.get(component, "config.json")
         if self.published and (config := self.published.config(component)):
-            self._compare(component, name)
+            self._compare(self.published, component)
             return config
-        if Path(self.root).exists() and not Path(self.root, component, name).is_file():
-            raise ValueError(self.refuse(f"{component}/{name} is missing"))
+        name = _file_of(component)
+        place = Path(component or "", name)
+        if Path(self.root).exists() and not Path(self.root, place).is_file():
+            raise ValueError(self.refuse(f"{place} is missing"))
         return read_object(self.file(name, component))
 
-    def index(self) -> dict[str, Any]:
-        """Return the content of `model_index.json`."""
-        if self.published:
-            self._compare(None, INDEX)
-            return dict(self.published.index)
-        if Path(self.root).exists() and not Path(self.root, INDEX).is_file():
-            raise ValueError(self.refuse(f"{INDEX} is missing"))
-        return read_object(self.file(INDEX))
-
-    def _compare(self, component: str | None, name: str) -> None:
+    def _compare(self, published: PublishedModel, component: str | None) -> None:
         """Compare the values in the package with a downloaded file, if there is one."""
-        file = cached_file(self.path, name, component)
-        if file is None or self.published is None:
-            return
-        if key := self.published.differing_key(component, read_object(file)):
+        file = cached_file(self.path, _file_of(component), component)
+        if file and (key := published.differing_key(component, read_object(file))):
             folder = file.parent if component is None else file.parent.parent
             raise ValueError(
                 f"{file} has another {key} than pipelines/parts/published, so the plan would be "
@@ -129,10 +119,9 @@ class Folder:
 
     def compare_downloads(self) -> None:
         """Raise ValueError if a downloaded file differs from the values in the package."""
-        if self.published:
-            self._compare(None, INDEX)
-            for component in self.published.components:
-                self._compare(component, _FILES.get(component, "config.json"))
+        if published := self.published:
+            for component in (None, *published.components):
+                self._compare(published, component)
 
     def describe(self) -> list[Any]:
         """Return the names and texts of the files that a plan reads, as values for JSON."""
@@ -149,16 +138,12 @@ class Folder:
 
     def setting(self, name: str) -> Any:
         """Return a value of `model_index.json`, or None if the key is missing."""
-        return self.index().get(name)
+        return self.config(None).get(name)
 
     def components(self) -> dict[str, tuple[str, str]]:
         """Return the library and class of every pipeline component, keyed by its name."""
-        pairs = {k: v for k, v in self.index().items() if isinstance(v, list) and len(v) == 2}
-        return {
-            name: (library, kind)
-            for name, (library, kind) in pairs.items()
-            if isinstance(kind, str)
-        }
+        pairs = {k: v for k, v in self.config(None).items() if isinstance(v, list) and len(v) == 2}
+        return {k: (library, kind) for k, (library, kind) in pairs.items() if isinstance(kind, str)}
 
     def names(self, *prefixes: str) -> list[str]:
         """Return the names of components with one of these prefixes, except skipped ones."""
@@ -185,6 +170,11 @@ class Folder:
                 f"{self.kind}.from_single_file({self.path!r}).save_pretrained(FOLDER)"
             )
         return f"{self.path} is not a {self.kind} folder: {reason}"
+
+
+def _file_of(component: str | None) -> str:
+    """Return the name of the configuration file of a component."""
+    return _FILES.get(component, "config.json")
 
 
 def digest_files(folder: Folder, components: Iterable[str]) -> str:

@@ -162,15 +162,6 @@ def kept_activations(config: Mapping[str, Any], num_tokens: int) -> int:
     return round(whole * share / 34)
 
 
-def mask_bytes(num_tokens: int, num_layers: int, itemsize: int) -> int:
-    """Return the bytes of boolean masks of all pairs of tokens, and of what torch makes of them.
-
-    One layer holds two boolean masks, the additive mask, and the copy of it with aligned rows. Each
-    of `num_layers` keeps the copy for the backward pass.
-    """
-    return num_tokens**2 * (2 + itemsize + num_layers * itemsize)
-
-
 class _Alive(TorchDispatchMode):
     """Counter of the bytes of all tensors that operations create and that are not yet freed."""
 

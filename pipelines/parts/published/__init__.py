@@ -31,8 +31,13 @@ class PublishedModel:
     parameters: Config
     """Published numbers of parameters by component, and their source."""
 
-    def config(self, component: str) -> dict[str, Any] | None:
-        """Return the configuration of a component with the defaults of its class, or None."""
+    def config(self, component: str | None) -> dict[str, Any] | None:
+        """Return the configuration of a component with the defaults of its class, or None.
+
+        `component` None is the index.
+        """
+        if component is None:
+            return dict(self.index)
         if component not in self.components:
             return None
         library, kind = self.components[component]["class"]
@@ -88,10 +93,6 @@ def _differing_key(known: Config, local: Config) -> str | None:
         if isinstance(value, Mapping) and isinstance(local[key], Mapping):
             if inner := _differing_key(value, local[key]):
                 return f"{key}.{inner}"
-        elif _as_lists(value) != _as_lists(local[key]):
+        elif value != local[key]:
             return key
     return None
-
-
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value

@@ -140,7 +140,7 @@ def test_large_decoding_is_planned_with_what_takes_less(monkeypatch):
     }
     monkeypatch.setattr("pipelines.video.decode_bytes", lambda _, memory, shape: taken[memory])
     assert decoding_of(ltx()) == {}
-    monkeypatch.setattr("pipelines.video._LARGE", 800)
+    monkeypatch.setattr("pipelines.video.LARGE", 800)
     assert decoding_of(ltx()) == {"tile: true": 4_100, "decode_frames: 1": 2_000}
     assert decoding_of(ltx(decode_frames=2)) == {"decode_frames: 1": 1_000}
     assert decoding_of(ltx(decode_frames=1)) == {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelines.families.ltx import LTX, latent_unit
+from pipelines.families.ltx import LTX
 from tests.fixtures.clips import clips
 from tests.fixtures.families import (
     GOLDEN,
@@ -176,7 +176,7 @@ def test_latents_of_a_clip_are_the_mode_that_the_pipeline_s_parts_give(family):
     theirs = policy.pipe._normalize_latents(mode, vae.latents_mean, vae.latents_std)
     torch.testing.assert_close(policy.embed(media), theirs, atol=1e-6, rtol=1e-6)
     assert vae.latents_std.std() > 0.1
-    back = policy.codec.channelwise()
+    back = policy.codec.statistics()
     torch.testing.assert_close(policy.embed(media) * back[1] + back[0], mode, atol=1e-6, rtol=1e-5)
 
 
@@ -188,9 +188,11 @@ def test_ratios_that_a_folder_does_not_state_are_those_of_its_blocks():
         "patch_size_t": 1,
         "spatio_temporal_scaling": (True, True, True, False),
     }
-    assert latent_unit(vae) == (128, 8, 32)
+    policy = of_clips(LTX, "a/folder", num_frames=57, height=992, width=992)
+    network = {"patch_size": 1, "patch_size_t": 1}
+    assert policy.shape_of_latents(network, vae) == (128, 8, 31, 31)
     stated = {"spatial_compression_ratio": 31, "temporal_compression_ratio": 7}
-    assert latent_unit(vae | stated) == (128, 7, 31)
+    assert policy.shape_of_latents(network, vae | stated) == (128, 9, 32, 32)
 
 
 def test_the_plan_of_a_clip_counts_its_tokens(family):

@@ -8,7 +8,7 @@ import torch
 
 from flowalign.types import Setup
 from pipelines import SD3, Wan
-from pipelines.codec import Codec, SingleFrameCodec, check_tile
+from pipelines.codec import Codec, SingleFrameCodec
 from pipelines.families.flux2 import PatchCodec
 from pipelines.families.qwen_image import AlphaCodec
 from pipelines.parts.memory import peak_bytes
@@ -117,13 +117,17 @@ def test_models_without_tiles_are_refused_by_name():
     wan = Wan("assets/golden/I_wan_pipeline", video=VIDEO)
     with pytest.raises(ValueError, match=r"Wan makes videos: set policy\.memory\.tile to true"):
         wan.check_setup(Setup(vae_tile=32))
+    codec = Codec(512, 512)
+    codec.network = SimpleNamespace(computes_at_load=False)
+    vae = diffusers.VQModel(norm_num_groups=2, block_out_channels=(8,))
+    codec.folder = SimpleNamespace(vae_on_meta=lambda: vae)
     with pytest.raises(ValueError, match="VQModel does not support tiles"):
-        check_tile(diffusers.VQModel(norm_num_groups=2, block_out_channels=(8,)), 64, 512, 512)
+        codec.check_tile(64)
 
 
 @pytest.mark.slow
 def test_a_large_image_is_planned_with_the_tiles_that_take_less(monkeypatch):
-    monkeypatch.setattr("pipelines.codec._LARGE", 1000)
+    monkeypatch.setattr("pipelines.codec.LARGE", 1000)
     savings = {one.setting: one.saved_bytes for one in shapes(None).plan().savings}
     spared = shapes(None).plan().decode_bytes - shapes(16).plan().decode_bytes
     assert savings["vae_tile: 16"] == spared

@@ -152,7 +152,7 @@ def test_of_slices_the_device_holds_one_film(folders):
     policies = [new(folders, slice=flag) for flag in (False, True)]
     for policy, where in zip(policies, ("meta", "cpu"), strict=True):
         policy.pipe.vae.to("meta")
-        policy.codec.channelwise = lambda: (
+        policy.codec.statistics = lambda: (
             torch.zeros(1, device="meta"),
             torch.ones(1, device="meta"),
         )
