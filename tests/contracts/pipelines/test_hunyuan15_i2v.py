@@ -84,10 +84,6 @@ def test_the_picture_reaches_the_network_by_its_latents_and_by_its_features(fami
             assert (other - plain).abs().max() > 1e-4, name
 
 
-def test_the_encoder_of_pictures_is_offloaded_as_well(family):
-    assert family.new(offload_text=True).text_encoder.offloaded == ("text_encoder", "image_encoder")
-
-
 def test_a_folder_for_text_alone_is_refused_before_weights(tmp_path):
     with pytest.raises(ValueError, match="it lacks feature_extractor"):
         of_clips(HunyuanVideo15I2V, build_hunyuan15(tmp_path)).plan()

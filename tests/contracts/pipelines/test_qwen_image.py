@@ -78,7 +78,7 @@ def test_the_schedule_is_the_official_one_and_ends_at_the_stretched_sigma(family
 
 def test_a_network_with_guidance_as_an_input_is_refused(tmp_path):
     policy = QwenImage(build_qwen(tmp_path, guidance_embeds=True), height=48, width=64)
-    with pytest.raises(ValueError, match="takes guidance as an input"):
+    with pytest.raises(ValueError, match="guidance_embeds of its transformer is True"):
         policy.plan()
 
 

@@ -115,12 +115,6 @@ def test_a_shift_of_the_schedule_is_that_of_a_pipeline_with_such_a_scheduler(fol
     assert_official_velocities(policy, PROMPTS)
 
 
-@pytest.mark.parametrize("shift", [0.0, -3.0])
-def test_a_shift_that_is_not_above_0_is_refused(folders, shift):
-    with pytest.raises(ValueError, match=rf"video.shift is {shift}; it must be above 0"):
-        tiny_video(Wan, folders["2.1"], shift=shift).plan()
-
-
 def test_rows_of_different_times_are_the_rows_alone_with_times_of_tokens(folders):
     assert_one_time_per_row(new(folders, "5b", guidance=3.0), PROMPTS)
 
