@@ -139,13 +139,10 @@ class DiffusersPolicy(Policy):
         return scheduler.sigmas.clone()
 
     def check_setup(self, setup: Setup) -> None:
-        check_setup(self.network, setup, self._count_tokens, self.max_sequence_length)
+        count_tokens = partial(_count_tokens, self)
+        check_setup(self.network, setup, count_tokens, self.max_sequence_length)
         if setup.vae_tile is not None:
             self.codec.check_tile(setup.vae_tile)
-
-    def _count_tokens(self) -> int:
-        transformer, vae = _configs(self)
-        return self.num_tokens(self.shape_of_latents(transformer, vae), transformer)
 
     def plan(self) -> ModelPlan:
         compute = partial(compute_plan, self)
@@ -266,6 +263,11 @@ def _check(policy: DiffusersPolicy) -> None:
             )
     with missing_keys_context(policy.path):
         policy.shape_of_latents(*_configs(policy))
+
+
+def _count_tokens(policy: DiffusersPolicy) -> int:
+    transformer, vae = _configs(policy)
+    return policy.num_tokens(policy.shape_of_latents(transformer, vae), transformer)
 
 
 def _configs(policy: DiffusersPolicy) -> tuple[dict[str, Any], dict[str, Any]]:

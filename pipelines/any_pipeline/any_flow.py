@@ -76,6 +76,11 @@ class Call:
     """Decode and encode one sample at a time. It saves memory, and the autoencoder of HunyuanVideo
     1.5 needs it."""
 
+    def split(self, samples: Tensor) -> Sequence[Tensor]:
+        """Return the parts of samples that one call of the autoencoder takes."""
+        alone = self.decode_one or self.one_request
+        return samples.split(1 if alone else max(1, len(samples)))
+
 
 class AnyFlow(DiffusersPolicy):
     """Wraps any flow-matching pipeline that has one network and one state per request.
@@ -233,13 +238,8 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        media = torch.cat([self.finish(some) for some in self._split(x)])
+        media = torch.cat([self.finish(some) for some in self.call.split(x)])
         return (media if media.ndim == 5 else media[:, None]).float()
-
-    def _split(self, samples: Tensor) -> Sequence[Tensor]:
-        """Return the parts of samples that one call of the autoencoder takes."""
-        alone = self.call.decode_one or self.call.one_request
-        return samples.split(1 if alone else max(1, len(samples)))
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the part of the pipeline that follows its last denoising step."""
@@ -257,7 +257,7 @@ class AnyFlow(DiffusersPolicy):
         media = media.to(self.pipe.vae.device, torch.float32)
         clips = crop_clips(media, self.num_frames or 1, self.height, self.width, self.path)
         latent_map = LatentMap.of(self.pipe.vae, self.finish, self.latent_shape)
-        return torch.cat([latent_map.encoded(some) for some in self._split(clips)])
+        return torch.cat([latent_map.encoded(some) for some in self.call.split(clips)])
 
     def encoders(self) -> tuple[str, str]:
         arguments = sorted(self.call.arguments.items())

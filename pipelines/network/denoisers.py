@@ -190,11 +190,6 @@ class Denoisers:
         self.trained = self.trained or (self.name,)
 
     @property
-    def network_class(self) -> Any:
-        """Return the class of a denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
-        return find_class(self.kind)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of frozen weights."""
         return DTYPES[self.precision]
@@ -230,7 +225,7 @@ class Denoisers:
 
     def on_meta(self, name: str | None = None) -> Any:
         """Build a denoiser from its config. Call it inside `torch.device("meta")`."""
-        return self.network_class.from_config(self.folder.config(name or self.name))
+        return find_class(self.kind).from_config(self.folder.config(name or self.name))
 
     def place(self, device: torch.device) -> None:
         """Move the denoisers to a device, except those that are sharded from main memory."""

@@ -20,6 +20,7 @@ from pipelines.network.denoisers import Denoisers, keep_dtype, place
 from pipelines.network.lora_layers import check_copies
 from pipelines.network.speed import speed_up
 from pipelines.network.weights import load_pipeline
+from pipelines.parts.libraries import find_class
 
 _SAVED = "saved"
 """Name of an adapter that is loaded next to the trained one."""
@@ -114,7 +115,7 @@ def _load_next_to_trained(network: Denoisers, name: str, folder: str) -> Iterato
 def _load_saved(network: Denoisers, name: str, folder: str, device: torch.device) -> Any:
     """Load only this denoiser from `folder`, as a user of plain diffusers would."""
     if network.lora is None:
-        return network.network_class.from_pretrained(folder, subfolder=name)
+        return find_class(network.kind).from_pretrained(folder, subfolder=name)
     # Some constructors read sizes of the VAE, and diffusers infers the kind of model from the
     # first network. Tokenizers and processors are cheap.
     needed = {"vae", network.name}

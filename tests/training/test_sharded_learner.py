@@ -118,7 +118,7 @@ def _peak(processes):
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     sizes = {"num_layers": 8, "num_attention_heads": 6, "attention_head_dim": 64}
     config = {**policy.denoiser.config, **sizes, "caption_projection_dim": 384}
-    policy.denoiser = policy.network.network_class.from_config(config).requires_grad_(True)
+    policy.denoiser = type(policy.denoiser).from_config(config).requires_grad_(True)
     policy.pipe.transformer = policy.denoiser
     shared(policy, processes)
     learner = Learner(policy, CFG, processes, 100, (0.5, 1))
