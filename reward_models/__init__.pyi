@@ -49,7 +49,7 @@ from .preference.edit_reward import EditReward as EditReward
 from .preference.hpsv3 import HPSv3 as HPSv3, HPSv3PlusPlus as HPSv3PlusPlus
 from .preference.image_reward import ImageReward as ImageReward
 from .preference.internvl2 import InternVL2 as InternVL2
-from .preference.ixc_reward import IXCReward as IXCReward, chat as chat
+from .preference.ixc_reward import IXCReward as IXCReward
 from .preference.mj_video import MJVideo as MJVideo
 from .preference.video_reward import VideoReward as VideoReward
 from .questions.checklist import (

@@ -23,7 +23,6 @@ from reward_models.chat.template import Template, encode_frames, encode_source, 
 DIMS = ("prompt_following", "consistency", "perceptual_quality", "overall")
 HIGHEST = 25.0
 Reduction = Literal["average_last", "average_first", "average_first_following"]
-_SAMPLING = Sampling(temperature=0.7)
 
 
 def parse_answers(consistency: str, quality: str) -> list[float]:
@@ -66,7 +65,7 @@ class EditScore(ChatJudge):
 
     reduction: Reduction = "average_last"
     pq_template: str = "edit_score_pq"
-    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(temperature=0.7), kw_only=True)
     usual, slots = "edit_score_sc", ("prompt", "references", "media")
     conversations = 2
 

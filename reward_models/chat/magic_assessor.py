@@ -54,7 +54,6 @@ REFINED = {
     "attributes": ("Material Texture", "Detail Drawing", "Element Proportion", "Color Combination"),
 }
 """Published refinements of a kind, without the prefixes "L3: " and "Abnormal "."""
-_SAMPLING = Sampling(max_tokens=2048)
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -104,7 +103,7 @@ class MagicAssessor(ChatJudge):
     """
 
     side: PositiveInt = 1024
-    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(max_tokens=2048), kw_only=True)
     usual = "magic_assessor"
 
     @override

@@ -33,7 +33,6 @@ CRITERIA = {
     "structure": "whether shapes, anatomy and perspective are right",
     "aesthetics": "how beautiful it is",
 }
-_SAMPLING = Sampling(max_tokens=1)
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +47,7 @@ class OneReward(PairJudge):
 
     task: str | None = None
     criteria: Mapping[str, str] = field(default_factory=CRITERIA.copy)
-    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(max_tokens=1), kw_only=True)
     tasks: Mapping[str, str] = field(default_factory=TASKS.copy)
     reads_first_token, usual = True, "one_reward"
     slots = ("prompt", "task", "criterion", "first", "second")

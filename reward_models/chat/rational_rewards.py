@@ -33,7 +33,6 @@ EDIT = {
 """Title of every dimension's section in the answer."""
 _SECTIONS = {"t2i": T2I, "edit": EDIT}
 _SCORE = re.compile(r"(?:##\s*)?score\s*:\s*(?:(N/A)|(\d+(?:\.\d+)?))", re.I)
-_SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
 
 
 def parse_sections(text: str, sections: Mapping[str, str]) -> dict[str, float]:
@@ -81,7 +80,7 @@ class RationalRewards(ChatJudge):
     """
 
     task: Literal["t2i", "edit"] = "t2i"
-    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(temperature=0.1, max_tokens=2048), kw_only=True)
     prefix: str = ""
 
     @override
@@ -130,7 +129,6 @@ DIMS = ("text", "visual", "overall")
 _NEUTRAL = 2.5
 """Score that replaces N/A, in the middle of the scale from 1 to 4."""
 _VISUAL = ("image_faithfulness", "physical_quality")
-_PAIR_SAMPLING = Sampling(temperature=0.1, max_tokens=3072)
 
 
 def parse_pair(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float, float]]:
@@ -171,7 +169,7 @@ class RationalPair(PairJudge):
     """
 
     task: Literal["t2i", "edit"] = "t2i"
-    sampling: Sampling = field(default=_PAIR_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(temperature=0.1, max_tokens=3072), kw_only=True)
     usual = "rational_rewards_pair"
     slots = ("prompt", "references", "first", "second", "criterion")
 

@@ -5,6 +5,7 @@ Every function returns the result of the first: 1 wins, 0 loses, 0.5 is a tie.
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from reward_models.chat.pair_judges import compare_scores, read_winner
@@ -61,10 +62,7 @@ def parse_shares(text: str, names: Sequence[str]) -> list[float]:
     found = {name.lower(): scores for name, *scores in _SHARES.findall(strip_thoughts(text))}
     if missing := [name for name in names if name not in found]:
         raise Unparsable(f"no scores of both for {missing[0]}")
-    pairs = [[parse_score(x, 0.0, 1.0) for x in found[name]] for name in names]
-    if wrong := [pair for pair in pairs if abs(sum(pair) - 1) > 0.01]:
-        raise Unparsable(f"the scores {wrong[0]} do not sum to 1")
-    return [first for first, _ in pairs]
+    return [_share_first(found[name], 1.0) for name in names]
 
 
 def parse_report(text: str) -> list[float]:
@@ -110,11 +108,13 @@ def _average_share(category: Mapping[str, Any]) -> float:
     dims = category.get("dims")
     if not isinstance(dims, list) or not dims:
         raise Unparsable(f"category {category.get('name')!r} has no dimensions")
-    shares = []
-    for dim in dims:
-        given = dim if isinstance(dim, Mapping) else {}
-        scores = [parse_score(str(given.get(f"score_{k}")), 0.0, 10.0) for k in (1, 2)]
-        if abs(sum(scores) - 10) > 0.01:
-            raise Unparsable(f"the scores {scores} do not sum to 10")
-        shares.append(scores[0] / 10)
-    return sum(shares) / len(shares)
+    given = [dim if isinstance(dim, Mapping) else {} for dim in dims]
+    return fmean(_share_first([str(dim.get(f"score_{k}")) for k in (1, 2)], 10.0) for dim in given)
+
+
+def _share_first(texts: Sequence[str], total: float) -> float:
+    """Return the share of the first of two scores."""
+    scores = [parse_score(text, 0.0, total) for text in texts]
+    if abs(sum(scores) - total) > 0.01:
+        raise Unparsable(f"the scores {scores} do not sum to {total:g}")
+    return scores[0] / total

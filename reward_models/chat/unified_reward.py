@@ -46,7 +46,6 @@ _AXIS = re.compile(
     rf"\b(alignment|coherence|physics|style)(?:\s+score)?\s*(?:\(1-5\))?\s*\**\s*:{_GIVEN}", re.I
 )
 _FINAL = re.compile(rf"final score\s*\**\s*:{_GIVEN}", re.I)
-_POINT = Sampling(max_tokens=512)
 _PAIR = Sampling(max_tokens=4096)
 
 
@@ -82,7 +81,7 @@ class UnifiedRewardPoint(ChatJudge):
 
     form: Literal["axes", "video", "final"] = "axes"
     squash: PositiveInt | None = None
-    sampling: Sampling = field(default=_POINT, kw_only=True)
+    sampling: Sampling = field(default=Sampling(max_tokens=512), kw_only=True)
     frames: PositiveInt = 16
 
     @override

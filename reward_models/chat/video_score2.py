@@ -27,7 +27,6 @@ _NUMBERED = re.compile(
 )
 _PLAIN = re.compile(".*?".join(rf"{t}:\s*(\d+)(?!\.?\w)" for t in _TITLES), re.I | re.S)
 _DIGITS = ("1", "2", "3", "4", "5")
-_SAMPLING = Sampling(temperature=0.7)
 
 
 def find_scores(text: str) -> list[tuple[int, str]]:
@@ -70,7 +69,7 @@ class VideoScore2(ChatJudge):
 
     mode: Literal["expectation", "upstream", "integer"] = "expectation"
     rate: PositiveFloat = 2.0
-    sampling: Sampling = field(default=_SAMPLING, kw_only=True)
+    sampling: Sampling = field(default=Sampling(temperature=0.7), kw_only=True)
     usual = "video_score2"
 
     @override

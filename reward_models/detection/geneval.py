@@ -113,24 +113,17 @@ def find_relations(a: Detection, b: Detection) -> set[str]:
     The offset of the centres is shortened by a tenth of both sizes. The remainder must be more than
     half of the offset.
     """
-    ax, ay, a_width, a_height = _centre_and_size(a)
-    bx, by, b_width, b_height = _centre_and_size(b)
-    x = _shorten(ax - bx, _SLACK * (a_width + b_width))
-    y = _shorten(ay - by, _SLACK * (a_height + b_height))
+    offsets, rest = [], []
+    for low, high in ((0, 2), (1, 3)):
+        offset = (a.box[low] + a.box[high]) / 2 - (b.box[low] + b.box[high]) / 2
+        slack = _SLACK * (abs(a.box[high] - a.box[low]) + abs(b.box[high] - b.box[low]))
+        offsets.append(offset)
+        rest.append(math.copysign(max(abs(offset) - slack, 0), offset))
+    x, y = rest
     if abs(x) < 1e-3 and abs(y) < 1e-3:
         return set()
-    distance = math.hypot(ax - bx, ay - by)
-    steps = (-x, x, -y, y)
-    return {name for name, step in zip(RELATIONS, steps, strict=True) if step / distance > 0.5}
-
-
-def _centre_and_size(d: Detection) -> tuple[float, float, float, float]:
-    left, top, right, bottom = d.box
-    return (left + right) / 2, (top + bottom) / 2, abs(right - left), abs(bottom - top)
-
-
-def _shorten(offset: float, by: float) -> float:
-    return math.copysign(max(abs(offset) - by, 0), offset)
+    steps = zip(RELATIONS, (-x, x, -y, y), strict=True)
+    return {name for name, step in steps if step / math.hypot(*offsets) > 0.5}
 
 
 def is_correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:

@@ -182,15 +182,10 @@ def character_accuracy(target: str, reading: str) -> float:
     return 1 - min(edit_distance(target, reading), len(target)) / len(target)
 
 
-def score_exact(target: str, reading: str) -> float:
-    """Return 1 if both texts are equal, else 0."""
-    return float(target == reading)
-
-
 RULES: Mapping[str, Callable[[str, str], float]] = {
     "contained": score_contained,
     "cer": character_accuracy,
-    "exact": score_exact,
+    "exact": lambda target, reading: float(target == reading),
 }
 OVER: Mapping[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max}
 

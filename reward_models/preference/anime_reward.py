@@ -1,8 +1,10 @@
 """Implements the two dimensions of AnimeReward that transformers models can compute.
 
 AnimeReward scores anime videos made from a first image in six dimensions. Four of them use models
-that need other versions of transformers or belong to no library; requesting one raises ValueError.
-The aggregation over frames is not published; we average.
+that need other versions of transformers or belong to no library. The closest alternatives are
+`FlowSmoothness` for visual_smooth, `DynamicDegree` for visual_motion, `Aesthetic` for
+visual_quality, and `SubjectConsistency` for character_consist. The aggregation over frames is not
+published; we average.
 
 Source: AnimeReward, arXiv:2504.10044; the reward script of Index-anisora names models and inputs.
 """
@@ -23,14 +25,6 @@ from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import NetworkReward
 
 DIMS = ("text_video_consist", "img_video_consist")
-MISSING = {
-    "visual_smooth": "a regression on Mantis-Idefics2; motion.FlowSmoothness measures smoothness",
-    "visual_motion": "ActionCLIP; motion.DynamicDegree measures how much moves",
-    "visual_quality": "a regression on Mantis-Idefics2; aesthetic.Aesthetic scores frames",
-    "character_consist": "GroundingDINO, SAM and a gallery of characters; "
-    "temporal.SubjectConsistency compares a video's subject over time",
-}
-"""Model behind each unsupported dimension, and the closest alternative."""
 FIRST = 144
 """Number of frames that are used, from the start of the video."""
 
@@ -52,7 +46,10 @@ class AnimeReward(NetworkReward):
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""
-        check_dims(self.dims)
+        if not self.dims or len(set(self.dims)) < len(self.dims) or set(self.dims) - set(DIMS):
+            raise ValueError(
+                f"dims of AnimeReward are {list(self.dims)}; supported are {', '.join(DIMS)}"
+            )
         return RewardSpec(
             name="anime_reward",
             dims=tuple(self.dims),
@@ -107,14 +104,3 @@ class AnimeReward(NetworkReward):
             encoder_attention_mask=seen.new_ones(seen.shape[:2], dtype=torch.long),
         ).last_hidden_state
         return self.network.itm_head(hidden[:, 0]).softmax(-1)[:, 1].mean()
-
-
-def check_dims(dims: Sequence[str]) -> None:
-    """Raise ValueError for an unsupported dimension, with the closest alternative."""
-    for dim in dims:
-        if dim in MISSING:
-            raise ValueError(
-                f"AnimeReward's {dim} needs {MISSING[dim]}.\nSupported are {', '.join(DIMS)}"
-            )
-    if not dims or len(set(dims)) < len(dims) or set(dims) - set(DIMS):
-        raise ValueError(f"dims of AnimeReward are {list(dims)}; supported are {', '.join(DIMS)}")

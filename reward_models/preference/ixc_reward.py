@@ -9,7 +9,6 @@ Source: InternLM-XComposer2.5-Reward, arXiv:2501.12368. The internals of its hea
 """
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ class IXCReward(RuleReward, Loadable):
 
     `hd_num` is the maximum number of tiles per image.
     """
-
-    model: Any
 
     def __init__(
         self,
@@ -54,19 +51,19 @@ class IXCReward(RuleReward, Loadable):
             needs=("prompt",),
             version=f"{path} {hd_num} tiles {question}",
         )
-        self._loaded = False
+        self.model: Any = None
 
     def load(self) -> None:
         """Load the model with its repository's code, in half precision, once."""
-        if self._loaded:
+        if self.model is not None:
             return
         from transformers import AutoModel, AutoTokenizer
 
         given: dict[str, Any] = {"trust_remote_code": True}  # keyword names of transformers 4
-        self.model = AutoModel.from_pretrained(self.path, torch_dtype=torch.float16, **given)
-        self.model.to(self.device).eval()
-        self.model.tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
-        self._loaded = True
+        model: Any = AutoModel.from_pretrained(self.path, torch_dtype=torch.float16, **given)
+        model.to(self.device).eval()
+        model.tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
+        self.model = model
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Score a single image, because batches change scores in half precision."""
@@ -75,13 +72,9 @@ class IXCReward(RuleReward, Loadable):
             file = Path(folder) / "image.png"
             Image.fromarray(to_uint8(sample.media[0])[0]).save(file)
             with torch.autocast(self.device.partition(":")[0], dtype=torch.float16):
-                score = self.model.get_score(
-                    chat(self.question, sample.prompts[0]), [str(file)], hd_num=self.hd_num
-                )
+                chat = [
+                    {"role": "user", "content": self.question},
+                    {"role": "assistant", "content": sample.prompts[0]},
+                ]
+                score = self.model.get_score(chat, [str(file)], hd_num=self.hd_num)
         return [float(score)], {}
-
-
-def chat(question: str, answer: str) -> Sequence[dict[str, str]]:
-    """Return the two turns that the model scores."""
-    turns = ("user", question), ("assistant", answer)
-    return [{"role": role, "content": content} for role, content in turns]

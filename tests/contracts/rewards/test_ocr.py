@@ -13,6 +13,7 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.detection.ocr import (
     OCR,
+    RULES,
     DdddOCR,
     RapidOCR,
     TextReader,
@@ -22,7 +23,6 @@ from reward_models.detection.ocr import (
     find_target,
     normalise_text,
     score_contained,
-    score_exact,
 )
 from tests.fixtures.golden import GOLDEN
 from tests.fixtures.reward_contract import check_contract, check_fingerprints
@@ -87,7 +87,7 @@ def test_the_three_modes_differ_on_surplus_text():
     assert score_contained("open", "xxopenyy") == 1
     assert character_accuracy("open", "openy") == 0.75
     assert character_accuracy("open", "xxopenyyzz") == 0
-    assert (score_exact("open", "openy"), score_exact("open", "open")) == (0, 1)
+    assert (RULES["exact"]("open", "openy"), RULES["exact"]("open", "open")) == (0, 1)
 
 
 def test_metadata_says_the_target_before_the_prompt_does():
