@@ -116,15 +116,11 @@ def main() -> None:
         bare(model, args.batch_size, args.batch_size, args.side)
         for repeat in range(args.repeats):
             alone.append(bare(model, args.pictures, args.batch_size, args.side))
-            speed = scoring.ScoringSpeed()
-            out = Path(folder) / f"out{repeat}"
-            scoring.run(
-                scoring.ScoringJob(data, [model], out, args.batch_size, args.workers),
-                lambda *_: None,
-                speed,
-            )
-            job.append(speed.summary()["rows_per_second"])
-            share.append(speed.summary()["share_in_model"])
+            out, progress = Path(folder) / f"out{repeat}", scoring.Progress()
+            whole = scoring.ScoringJob(data, [model], out, args.batch_size, args.workers)
+            scoring.run(whole, progress)
+            job.append(progress.speed()["rows_per_second"])
+            share.append(progress.speed()["share_in_model"])
     figures = {
         "bare": statistics.median(alone),
         "job": statistics.median(job),

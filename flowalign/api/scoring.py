@@ -10,8 +10,9 @@ from flowalign.api.objects import share_rewards
 from flowalign.api.options import advise_in_python
 from flowalign.curation.pairing_job import PairingJob, find_pairs, format_pair
 from flowalign.curation.score_table import PairingRule, find_table, read_table
-from flowalign.curation.scoring.part_files import Throughput, join_own_columns
+from flowalign.curation.scoring.part_files import join_own_columns
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Progress
 from flowalign.curation.scoring.table_rows import check_prompts
 from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
@@ -91,10 +92,9 @@ def score(
         raise ValueError("rewards is empty: give at least one function or reward model")
     check_prompts(dataset, models)
     job = ScoringJob(dataset, models, folder, batch_size, limit=limit, max_failed_fraction=share)
-    job.load(job.settings())
     with hold_lock(folder / "parts" / ".lock-0-of-1"):
-        blocks = run(job, lambda *_: None, Throughput())
-        finish(folder, blocks, "parquet", {}).check(share)
+        blocks = run(job, Progress())
+        finish(job, blocks, "parquet").check(share)
     return Table(to_columns([*map(join_own_columns, job.parts.rows(blocks))]), folder, temporary)
 
 

@@ -4,21 +4,22 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_columns, add_executor, shard, whole
-from flowalign.utils.console import table
+from flowalign.utils.console import say, table
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import digest_file
-from flowalign.utils.folders import check_folder_path, compare_settings
+from flowalign.utils.folders import check_folder_path
+from flowalign.utils.imports import import_optional
 
 if TYPE_CHECKING:
-    from flowalign.curation.scoring.part_files import RunningStats
     from flowalign.curation.scoring.scoring_job import ScoringJob
+    from flowalign.curation.scoring.stats import Progress, RunningStats
 
 HELP = "Score a dataset, or a folder of images or videos."
 _THREADS = min(8, os.cpu_count() or 1)
@@ -81,15 +82,26 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Score; return 0, or 1 if too many rows failed, possibly with a complete table."""
-    from flowalign.curation.scoring.part_files import TooManyFailures
+    from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.stats import TooManyFailures
 
     _check(args)
-    job, settings = _open_job(args)
+    job = open_job(args)
+    say(f"{args.data}: schema {job.dataset.schema.name}")
     try:
-        several = args.executor != "ray" and args.processes > 1
-        blocks, speed = _run_shards(args, job) if several else _score(args, job, settings)
+        if args.executor == "ray":
+            from flowalign.curation.scoring.ray_data import ScoringCluster
+
+            cluster = ScoringCluster(args.processes, args.address, partial(open_job, args))
+            blocks, speed = _score(job, cluster.run, ".lock-ray")
+        elif args.processes > 1:
+            blocks, speed = _run_shards(job, args.words, args.processes)
+        else:
+            blocks, speed = _score(job, scoring.run, ".lock-{}-of-{}".format(*job.shard))
         if not args.shard:
-            _finish(args, job, blocks, speed).check(job.max_failed_fraction)
+            stats = scoring.finish(job, blocks, args.format, speed)
+            _report(job, stats, job.folder / f"scores.{args.format}", blocks, args.summarize)
+            stats.check(job.max_failed_fraction)
     except TooManyFailures as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
@@ -98,14 +110,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that exclude each other, or that this machine cannot serve."""
-    from flowalign.curation.scoring.part_files import needs_pyarrow
-    from flowalign.distributed.processes import check_fits
-
     check_folder_path(Path(args.out))
     if args.summarize is not None and args.shard:
         raise ValueError("--summarize needs all shards: set it in the run without --shard")
     if args.format == "parquet":
-        needs_pyarrow()
+        import_optional("pyarrow.parquet", "data")
     if args.executor != "ray" and args.address:
         raise ValueError(f"--address {args.address} needs --executor ray")
     if args.executor == "ray" and args.shard:
@@ -115,29 +124,25 @@ def _check(args: argparse.Namespace) -> None:
 
         prepare_ray("ray.data", args.address)
     if args.processes > 1 and not args.address:
+        from flowalign.distributed.processes import check_fits
+
         check_fits(args.processes, "cpu")  # they may share a GPU, but no core
 
 
-def load_job(args: argparse.Namespace) -> "ScoringJob":
-    """Return the job with loaded models, for a worker of a cluster."""
-    job, settings = _open_job(args)
-    job.load(settings)
-    return job
-
-
-def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
-    """Return the job, before its weights are read, and the settings that decide its scores."""
+def open_job(args: argparse.Namespace) -> "ScoringJob":
+    """Return the job of a command, before its weights are read."""
     from flowalign.curation.scoring.scoring_job import ScoringJob
     from flowalign.curation.scoring.table_rows import check_prompts
     from flowalign.data.readers import open_dataset, parse_columns
     from flowalign.rewards.config import load_rewards
     from flowalign.utils.local_modules import list_files
 
-    columns = parse_columns(args.columns)
-    dataset = open_dataset(args.data, args.schema, args.root, columns)
+    dataset = open_dataset(args.data, args.schema, args.root, parse_columns(args.columns))
     models, text = load_rewards(*args.rewards)
     check_prompts(dataset, models)
-    job = ScoringJob(
+    code = {str(file): digest_file(file) for file in list_files(text)}
+    places = {"data": str(Path(args.data).resolve()), "root": str(dataset.root.resolve())}
+    return ScoringJob(
         dataset,
         models,
         Path(args.out),
@@ -147,74 +152,47 @@ def _open_job(args: argparse.Namespace) -> "tuple[ScoringJob, dict[str, Any]]":
         max_frames=args.max_frames,
         max_failed_fraction=args.max_failed_fraction,
         shard=args.shard or (0, 1),
+        origin={**places, "rewards": text, **({"code": code} if code else {})},
     )
-    code = {str(file): digest_file(file) for file in list_files(text)}
-    places = {"data": args.data, "root": dataset.root}
-    return job, {
-        **{name: str(Path(place).resolve()) for name, place in places.items()},
-        "rewards": text,
-        **({"code": code} if code else {}),
-        **job.settings(),
-    }
 
 
 def _score(
-    args: argparse.Namespace, job: "ScoringJob", settings: Mapping[str, Any]
+    job: "ScoringJob", score: "Callable[[ScoringJob, Progress], Sequence[int]]", lock: str
 ) -> tuple[Sequence[int], Mapping[str, float]]:
     """Score the missing blocks; return the blocks of the whole dataset, and the speed.
 
     Raises:
-        TooManyFailures: Too many rows or processes failed.
+        TooManyFailures: Too many rows failed.
     """
-    from rich.console import Console
-
-    from flowalign.curation.scoring import scoring_job as scoring
-    from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
     from flowalign.curation.scoring.progress import show_progress
+    from flowalign.curation.scoring.scoring_job import write_summary
+    from flowalign.curation.scoring.stats import TooManyFailures
     from flowalign.utils.folders import hold_lock
 
-    speed, (i, n) = Throughput(), job.shard
-    name = ".lock-ray" if args.executor == "ray" else f".lock-{i}-of-{n}"
-    with hold_lock(job.folder / "parts" / name):
-        if args.executor == "ray":
-            from flowalign.curation.scoring.ray_data import ScoringCluster
-
-            compare_settings(job.folder / scoring.MANIFEST, settings, scoring.MAKER)
-            cluster = ScoringCluster(args.processes, args.address)
-            score = partial(cluster.run, job, partial(load_job, args))
-        else:
-            schema = f"{args.data}: schema {job.dataset.schema.name}"
-            Console().print(schema, markup=False, highlight=False)
-            job.load(settings)
-            score = partial(scoring.run, job)
+    with hold_lock(job.folder / "parts" / lock), show_progress(job) as progress:
         try:
-            with show_progress(job) as watch:
-                return score(watch=watch, speed=speed), speed.summary()
-        except TooManyFailures as error:
-            if not args.shard:
-                about = {"status": "stopped", **speed.summary()}
-                scoring.write_summary(job.folder, error.stats, about)
+            return score(job, progress), progress.speed()
+        except TooManyFailures:
+            write_summary(job, progress.stats, {"status": "stopped", **progress.speed()})
             raise
 
 
 def _run_shards(
-    args: argparse.Namespace, job: "ScoringJob"
+    job: "ScoringJob", words: Sequence[str], count: int
 ) -> tuple[Sequence[int], Mapping[str, float]]:
     """Run this command once per shard, in parallel; return the blocks and the seconds."""
     from rich.console import Console
 
-    from flowalign.curation.scoring.part_files import RunningStats, TooManyFailures
+    from flowalign.curation.scoring.stats import TooManyFailures
     from flowalign.utils.subprocesses import run_all, shard_jobs
 
     start, log = time.perf_counter(), Console().print
-    jobs = shard_jobs(args.words, args.processes, job.folder / "logs", ["--summarize"])
+    jobs = shard_jobs(words, count, job.folder / "logs", ["--summarize"])
     jobs = [replace(one, command=[*_device(i), *one.command]) for i, one in enumerate(jobs)]
-    failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
+    failed = run_all(jobs, count, lambda text: log(text, markup=False, highlight=False))
     if failed:
-        why = f"{failed[0].last_line()}\n{len(failed)} of {len(jobs)} shards failed"
-        raise TooManyFailures(why, RunningStats())
-    seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
-    return job.parts.blocks(), seconds
+        raise TooManyFailures(f"{failed[0].last_line()}\n{len(failed)} of {count} shards failed")
+    return job.parts.blocks(), {"seconds": time.perf_counter() - start, "processes": count}
 
 
 def _device(i: int) -> list[str]:
@@ -228,27 +206,26 @@ def _device(i: int) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
 
 
-def _finish(
-    args: argparse.Namespace, job: "ScoringJob", blocks: Sequence[int], speed: Mapping[str, float]
-) -> "RunningStats":
-    """Write the table, the summary and the pages."""
+def _report(
+    job: "ScoringJob",
+    stats: "RunningStats",
+    scores: Path,
+    blocks: Sequence[int],
+    prefix: str | None,
+) -> None:
+    """Write the page, and with a `prefix` the means of the prompts; print where they are."""
     from flowalign.curation.scoring import scores_page
-    from flowalign.curation.scoring import scoring_job as scoring
 
-    folder, parts = job.folder, job.parts
-    stats = scoring.finish(folder, blocks, args.format, speed)
-    page = scores_page.write(folder, parts.rows(blocks), job.dataset)
     rows = {
         dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
         if known["valid"]
         else "none valid"
         for dim, known in stats.summary()["dimensions"].items()
     }
-    most = stats.reasons.most_common(5)
-    rows |= {why: f"{count} row{'s' * (count > 1)}" for why, count in most} | {"page": str(page)}
-    if args.summarize is not None:
-        prompts = scores_page.write_prompts(folder, parts.rows(blocks), args.summarize)
-        rows["prompts"] = str(prompts)
+    for why, count in stats.reasons.most_common(5):
+        rows[why] = f"{count} row{'s' * (count > 1)}"
+    rows["page"] = str(scores_page.write(job, stats))
+    if prefix is not None:
+        rows["prompts"] = str(scores_page.write_prompts(job.folder, job.parts.rows(blocks), prefix))
     rows |= {f"warning: {one.spec.name}": one.caveat for one in job.models if one.caveat}
-    table(f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}", rows)
-    return stats
+    table(f"{stats.rows} rows, {stats.failed} failed: {scores}", rows)

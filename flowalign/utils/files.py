@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -111,6 +111,15 @@ def read_object(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; non-finite numbers become null, because JSON has no NaN."""
     write_text(path, to_json(content, indent=1) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON lines, atomically; a file that exists is complete, also after a crash."""
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    with atomic_write(path) as partial:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        sync_file(partial)  # the rename must not reach the disk before the rows
 
 
 def to_json(content: Any, indent: int | None = None) -> str:

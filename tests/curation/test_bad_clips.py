@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flowalign.curation.scoring.part_files import Throughput, TooManyFailures
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Progress, TooManyFailures
 from flowalign.data.encode_once import LatentCache
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
@@ -73,7 +73,7 @@ def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
     rows = [{"id": name, "prompt": "p", "video": name} for name in NAMES]
     data = open_dataset(written(folder / "data.jsonl", rows))
     job = ScoringJob(data, [Moving()], folder / "out", 2, 1, max_failed_fraction=0.5)
-    tally = finish(folder / "out", run(job, lambda *_: None, Throughput()), "jsonl", {})
+    tally = finish(job, run(job, Progress()), "jsonl")
     found = [json.loads(line) for line in (folder / "out" / "scores.jsonl").open()]
     assert [row["speed_valid"] for row in found] == [k in (0, 3, 5, 6) for k in range(7)]
     assert found[1]["reason"].startswith("truncated or damaged video: ")
@@ -84,9 +84,7 @@ def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
     assert all(found[k]["speed"] is None for k in (1, 2, 4)), "unknown is no number"
     assert (tally.rows, tally.failed) == (7, 3)
     strict = ScoringJob(data, [Moving()], folder / "strict", 2, 1, max_failed_fraction=0.2)
-    strict_tally = finish(
-        folder / "strict", run(strict, lambda *_: None, Throughput()), "jsonl", {}
-    )
+    strict_tally = finish(strict, run(strict, Progress()), "jsonl")
     with pytest.raises(TooManyFailures, match="3 of 7 rows failed"):
         strict_tally.check(0.2)
 

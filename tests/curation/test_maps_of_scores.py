@@ -7,8 +7,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flowalign.cli.main import main
-from flowalign.curation.scoring.part_files import Throughput
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Progress
 from flowalign.data.preference.collate import read_map
 from flowalign.data.readers import open_dataset
 from flowalign.types import RewardModel, RewardOutput, RewardSpec
@@ -37,10 +37,8 @@ def scored(folder):
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = folder / "scores"
-    blocks = run(
-        ScoringJob(open_dataset(str(data)), [Bright()], out), lambda *_: None, Throughput()
-    )
-    finish(out, blocks, "jsonl", {})
+    job = ScoringJob(open_dataset(str(data)), [Bright()], out)
+    finish(job, run(job, Progress()), "jsonl")
     return out
 
 

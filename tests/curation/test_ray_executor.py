@@ -17,7 +17,7 @@ from flowalign.cli.main import main
 from flowalign.curation.scoring import ray_data
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.part_files import PartFiles
-from flowalign.curation.scoring.ray_data import BlockScorer, block_numbers
+from flowalign.curation.scoring.ray_data import BlockScorer
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardFailure
 from flowalign.utils.ray_cluster import join_cluster
@@ -110,10 +110,9 @@ def test_workers_that_always_die_end_the_job(tmp_path, machines, monkeypatch):
         models = [Mortal(str(calls), [-1])]
         return scoring.ScoringJob(open_dataset(str(data)), models, tmp_path / "out", 3, 1, 9)
 
-    cluster = ray_data.ScoringCluster(1, machines.address)
-    speed = scoring.Throughput()
+    cluster = ray_data.ScoringCluster(1, machines.address, open_job)
     with pytest.raises(RewardFailure, match="a worker died more than 1 times"):
-        cluster.run(open_job(), open_job, speed, lambda stats, speed: None)
+        cluster.run(open_job(), scoring.Progress())
     assert len(list(calls.iterdir())) == 2
 
 
@@ -148,8 +147,7 @@ def test_blocks_are_scored_in_any_order_once(tmp_path, monkeypatch):
         return scoring.ScoringJob(open_dataset(str(data)), [model], tmp_path / folder, 3, 1, 14)
 
     whole, some = job("whole"), job("some", str(tmp_path / "log"))
-    scoring.run(whole, lambda stats, speed: None, scoring.Throughput())
-    assert block_numbers(some) == [0, 1, 2, 3]
+    assert scoring.run(whole, scoring.Progress()) == [0, 1, 2, 3]
     worker = BlockScorer(some)
     for block in (2, 3, 0, 2, 1):
         worker.score(block)
@@ -171,7 +169,7 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
 
     monkeypatch.setattr(ray, "cluster_resources", resources)
     monkeypatch.setattr(ray_data, "SECONDS_BETWEEN_LOOKS", 0.001)
-    with ray_data.ScoringCluster(2)._watch_machines():
+    with ray_data.ScoringCluster(2, None, pytest.fail)._watch_machines():
         assert seen.wait(10)
     said = capsys.readouterr().err
     assert said.count("a machine left the cluster, which has 1 cores for 2 workers") == 1

@@ -10,15 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowalign.curation.scoring.scores_page import (
-    EXAMPLES,
-    Findings,
-    describe_failures,
-    make_thumbnails,
-    render,
-    verdict,
-    write,
-)
+from flowalign.curation.scoring.scores_page import make_thumbnails, render, verdict, write
+from flowalign.curation.scoring.scoring_job import ScoringJob
+from flowalign.curation.scoring.stats import EXAMPLES, RunningStats
 from flowalign.data.media.encode import write_clip
 from flowalign.data.readers import open_dataset
 from tests.fixtures.pages import addresses
@@ -50,7 +44,7 @@ def row(record, score, other=0.5, reason="", **more):
 
 
 def findings(*rows):
-    found = Findings()
+    found = RunningStats()
     for each in rows:
         found.add(each)
     return found
@@ -60,27 +54,29 @@ def test_the_best_and_the_worst_are_kept_and_of_equal_ones_the_first():
     scores = [3.0, 9.0, 1.0, 9.0, 5.0, 2.0, 8.0, 9.0, 7.0, 6.0]
     found = findings(*(row(f"r{i}", s) for i, s in enumerate(scores)))
     best, worst = found.ends["level"]
-    order = lambda heap: [e[2][0] for e in sorted(heap, key=lambda e: (-e[0], -e[1]))]  # noqa: E731
+    order = lambda heap: [e[2]["record"] for e in sorted(heap, reverse=True)]  # noqa: E731
     assert order(best) == ["r1", "r3", "r7", "r6", "r8", "r9"]
     assert order(worst) == ["r2", "r5", "r0", "r4", "r9", "r8"]
     same = findings(*(row(f"r{i}", 4.0) for i in range(20)))
-    assert {place[0] for place in same.places()} == {f"r{i}" for i in range(EXAMPLES)}
+    assert order(same.ends["level"][0]) == order(same.ends["level"][1])
+    assert order(same.ends["level"][0]) == [f"r{i}" for i in range(EXAMPLES)]
 
 
 def test_what_could_not_be_scored_is_in_no_end_and_is_named():
     found = findings(row("a", 1.0), row("b", None, reason="missing file: b.png"), row("c", 2.0))
-    assert {p[0] for p in found.places()} == {"a", "b", "c"}, "b has the other dimension"
-    assert {entry[2][0] for entry in found.ends["level"][0]} == {"a", "c"}
+    ends = {dim: {row["record"] for _, _, row in found.ends[dim][0]} for dim in found.ends}
+    assert ends == {"level": {"a", "c"}, "other": {"a", "b", "c"}}
     assert math.isnan(found.columns["level"][1])
-    told = list(describe_failures(found))
-    assert told == [{"record": "b, medium 0", "why": "missing file: b.png"}]
+    page = " ".join(render("x", found, {}, SUMMARY).split())
+    assert "b, medium 0" in page
+    assert "missing file: b.png" in page
 
 
 def test_the_verdict_counts():
-    assert verdict(findings(row("a", 1.0)), SUMMARY) == (
+    assert verdict(2, SUMMARY) == (
         "9 samples scored in 2 dimensions, 12.3 a second. 2 (22.2 %) could not be scored."
     )
-    assert "None failed." in verdict(findings(row("a", 1.0)), SUMMARY | {"failed": 0})
+    assert "None failed." in verdict(2, SUMMARY | {"failed": 0})
 
 
 def test_the_page_stands_alone_escapes_and_speaks_of_people_where_they_judged():
@@ -144,12 +140,12 @@ def test_a_video_plays_in_a_loop_for_as_long_as_it_lasts(tmp_path):
     assert light[-1] - light[0] > 150
 
 
-def test_writing_reads_the_rows_once_and_leaves_one_file(dataset, tmp_path):
+def test_writing_leaves_one_file(dataset, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    rows = (row(f"r{i}", float(i)) for i in range(9))
     (out / "summary.json").write_text(json.dumps(SUMMARY))
-    page = write(out, rows, dataset)
+    stats = findings(*(row(f"r{i}", float(i)) for i in range(9)))
+    page = write(ScoringJob(dataset, [], out), stats)
     assert page.name == "scores.html"
     assert sorted(p.name for p in out.iterdir()) == ["scores.html", "summary.json"]
     assert page.read_text().count("data:image/webp") == 4 * EXAMPLES - 4  # r4 is at all four ends

@@ -15,14 +15,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.curation.scoring import scoring_job as scoring
-from flowalign.curation.scoring.part_files import (
-    PartFiles,
-    RunningStats,
-    Throughput,
-    TooManyFailures,
-)
+from flowalign.curation.scoring.part_files import PartFiles
 from flowalign.curation.scoring.ray_data import BlockScorer
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Progress, RunningStats, TooManyFailures
 from flowalign.curation.scoring.table_rows import DecodedMedium, make_unscored_row
 from flowalign.data.media_record import Record
 from flowalign.data.readers import open_dataset
@@ -57,10 +53,6 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(scoring, "RECORDS_PER_PART", 8)
 
 
-def quiet(tally, speed) -> None:
-    pass
-
-
 def pairs(folder: Path, count: int) -> str:
     """Records of two images each, of several shapes; their prompts are their numbers."""
     rows = []
@@ -81,9 +73,6 @@ def pairs(folder: Path, count: int) -> str:
 
 
 def job(data: str, folder: Path, *models: RewardModel, **options) -> ScoringJob:
-    for model in models:
-        if isinstance(model, Brightness):
-            model.load()
     return ScoringJob(
         open_dataset(data), models, folder, **{"batch_size": 4, "workers": 2} | options
     )
@@ -91,7 +80,7 @@ def job(data: str, folder: Path, *models: RewardModel, **options) -> ScoringJob:
 
 def whole(what: ScoringJob, kind: str = "jsonl") -> list[dict]:
     """Run to the end; the rows of the table."""
-    finish(what.folder, run(what, quiet, Throughput()), kind, {})
+    finish(what, run(what, Progress()), kind)
     return lines(what.folder)
 
 
@@ -270,7 +259,7 @@ def test_parquet_has_lists_of_references_and_marks_pairs_that_are_both_bad(tmp_p
     ]
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     what = job(str(tmp_path / "bench.json"), tmp_path / "out", OwnSource())
-    finish(what.folder, run(what, quiet, Throughput()), "parquet", {})
+    finish(what, run(what, Progress()), "parquet")
     rows = parquet.read_table(what.folder / "scores.parquet").to_pylist()
     assert [row["references"] for row in rows[::2]] == [
         [str(tmp_path / f"source-{k}.png")] for k in range(2)
@@ -289,10 +278,9 @@ def test_shards_are_disjoint_and_make_the_same_table(tmp_path):
     data, log = pairs(tmp_path, 37), tmp_path / "log"
     expected = whole(job(data, tmp_path / "one", Brightness()))
     for i in (2, 0, 1):
-        blocks = run(
-            job(data, tmp_path / "three", Brightness(str(log)), shard=(i, 3)), quiet, Throughput()
-        )
-    finish(tmp_path / "three", blocks, "jsonl", {})
+        what = job(data, tmp_path / "three", Brightness(str(log)), shard=(i, 3))
+        blocks = run(what, Progress())
+    finish(what, blocks, "jsonl")
     assert lines(tmp_path / "three") == expected
     prompts = Counter(line.split()[1] for line in log.read_text().splitlines())
     assert prompts == {f"{k}": 2 for k in range(37)}
@@ -300,22 +288,24 @@ def test_shards_are_disjoint_and_make_the_same_table(tmp_path):
 
 def test_a_table_cannot_be_made_while_a_shard_is_missing(tmp_path):
     data = pairs(tmp_path, 20)
-    blocks = run(job(data, tmp_path / "out", Brightness(), shard=(0, 2)), quiet, Throughput())
+    what = job(data, tmp_path / "out", Brightness(), shard=(0, 2))
+    blocks = run(what, Progress())
     with pytest.raises(ValueError, match=r"block 1 of .* has not been scored yet"):
-        finish(tmp_path / "out", blocks, "jsonl", {})
+        finish(what, blocks, "jsonl")
 
 
 def test_a_stopped_job_goes_on_and_scores_no_saved_row_twice(tmp_path):
     data, log = pairs(tmp_path, 40), tmp_path / "log"
     expected = whole(job(data, tmp_path / "whole", Brightness()))
 
-    def stop(tally, speed):
-        if tally.rows >= 32:
-            raise KeyboardInterrupt
+    class Stopped(Progress):
+        def show(self):
+            if self.stats.rows >= 32:
+                raise KeyboardInterrupt
 
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        run(job(data, out, Brightness()), stop, Throughput())
+        run(job(data, out, Brightness()), Stopped())
     saved = {
         row["record"] for row in PartFiles(out / "parts").rows(PartFiles(out / "parts").blocks())
     }
@@ -352,7 +342,7 @@ def test_an_outage_leaves_no_trace_once_the_job_is_repeated(tmp_path, by_blocks)
         chat.answer = said_by_judge
         failed = [row for row in whole(judged("out")) if row["reason"]]
         assert [row["record"] for row in failed] == [f"r{k}" for k in (0, 0, 5, 5, 10, 10, 15, 15)]
-        stats = finish(tmp_path / "out", range(3), "jsonl", {})
+        stats = finish(judged("out"), range(3), "jsonl")
         assert stats.reasons[f"HTTP 429, after 1 attempts {MAY_PASS}"] == 8
         chat.answer, before = rated, len(chat.requests)
         if by_blocks:
@@ -421,7 +411,7 @@ def test_a_changed_image_of_an_unchanged_table_is_scored_again_with_its_block(tm
 
 def _score(_: int, data: str, out: Path, log: str) -> None:
     scoring.RECORDS_PER_PART = 8
-    run(job(data, out, Brightness(log, seconds=0.005)), quiet, Throughput())
+    run(job(data, out, Brightness(log, seconds=0.005)), Progress())
 
 
 @pytest.mark.parametrize(
@@ -462,9 +452,11 @@ def test_a_job_stops_after_the_block_in_which_too_many_rows_have_failed(tmp_path
         (tmp_path / f"{k}-0.png").unlink()
     what = job(data, tmp_path / "out", Brightness(), max_failed_fraction=0.1)
     with pytest.raises(TooManyFailures, match=r"16 of 112 rows failed, .* missing file \(16\)"):
-        run(what, quiet, Throughput())
+        run(what, Progress())
+    progress = Progress()
     with pytest.raises(TooManyFailures):  # at once: what was saved counts
-        run(what, pytest.fail, Throughput())
+        run(what, progress)
+    assert progress.rows == 0
     rows = whole(replace(what, max_failed_fraction=0.5))
     assert sum(row["reason"] is not None for row in rows) == 40
 
@@ -500,9 +492,9 @@ def test_a_shard_knows_how_many_records_it_will_score(tmp_path, limit, n):
     data, seen = pairs(tmp_path, 21), []
     for i in range(n):
         what = job(data, tmp_path / "out", Brightness(), shard=(i, n), limit=limit)
-        last = RunningStats()
-        run(what, lambda tally, _, last=last: vars(last).update(vars(tally)), Throughput())
-        assert what.share() == last.records
+        progress = Progress()
+        run(what, progress)
+        assert what.share() == progress.stats.records
         seen.append(what.share())
     assert sum(seen) == (limit or 21)
 

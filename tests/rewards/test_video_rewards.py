@@ -14,8 +14,8 @@ from torch.nn.functional import interpolate
 from torch.testing import assert_close
 
 from flowalign.credit.chain import Gain
-from flowalign.curation.scoring.part_files import Throughput
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
+from flowalign.curation.scoring.stats import Progress
 from flowalign.data.media.encode import read_sound, write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
@@ -389,7 +389,7 @@ def test_sound_is_read_from_scored_files(tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     job = ScoringJob(open_dataset(str(data)), [Loudness()], out, 2, 1, max_failed_fraction=0.5)
-    finish(out, run(job, lambda *_: None, Throughput()), "jsonl", {})
+    finish(job, run(job, Progress()), "jsonl")
     first, second = (json.loads(line) for line in (out / "scores.jsonl").open())
     assert first["loud"] == pytest.approx(0.5, abs=0.1)  # AAC is lossy
     assert not second["loud_valid"]

@@ -5,38 +5,47 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
 
-from flowalign.curation.scoring.part_files import RunningStats, Throughput
-from flowalign.curation.scoring.scoring_job import ScoringJob, Watch
+from flowalign.curation.scoring.scoring_job import ScoringJob
+from flowalign.curation.scoring.stats import Progress
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
+class ShownProgress(Progress):
+    """Progress as a bar on a terminal; in a log, a line at most every 5 seconds."""
+
+    def __init__(self, bar: Bar, total: int | None):
+        super().__init__()
+        self._bar, self._task = bar, bar.add_task("", total=total, status="")
+        self._printed_at = self.start
+
+    def show(self) -> None:
+        """Show the progress after a block."""
+        speed = self.speed()
+        status = (
+            f"{self.stats.failed} failed  {speed['rows_per_second']:.1f} rows/s  "
+            f"{speed['share_in_model']:.0%} in the model"
+        )
+        self._bar.update(self._task, completed=self.stats.records, status=status)
+        if self._bar.disable and time.perf_counter() - self._printed_at >= _SECONDS_BETWEEN_LINES:
+            self._bar.console.print(
+                f"{self.stats.rows} rows  {status}", markup=False, highlight=False
+            )
+            self._printed_at = time.perf_counter()
+
+
 @contextlib.contextmanager
-def show_progress(job: ScoringJob) -> Iterator[Watch]:
-    """Show progress: a bar on a terminal; in a log, a line at most every 5 seconds."""
+def show_progress(job: ScoringJob) -> Iterator[Progress]:
+    """Yield the progress of a job, which is shown until the end of the block."""
     columns = (
         TextColumn("records"),
         MofNCompleteColumn(),
         BarColumn(None),
         TextColumn("{task.fields[status]}"),
     )
-    bar = Progress(*columns, console=Console(), expand=True, disable=not Console().is_terminal)
-    task = bar.add_task("", total=job.share(), status="")
-    printed_at = time.monotonic()
-
-    def watch(stats: RunningStats, speed: Throughput) -> None:
-        nonlocal printed_at
-        now = speed.summary()
-        status = (
-            f"{stats.failed} failed  {now['rows_per_second']:.1f} rows/s  "
-            f"{now['share_in_model']:.0%} in the model"
-        )
-        bar.update(task, completed=stats.records, status=status)
-        if bar.disable and time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
-            bar.console.print(f"{stats.rows} rows  {status}", markup=False, highlight=False)
-            printed_at = time.monotonic()
-
-    with bar:
-        yield watch
+    console = Console()
+    with Bar(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
+        yield ShownProgress(bar, job.share())

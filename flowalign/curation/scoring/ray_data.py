@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.part_files import RunningStats, Throughput
 from flowalign.curation.scoring.scoring_job import (
     ScoringJob,
-    Watch,
     drop_changed,
     list_blocks,
     score_blocks,
 )
+from flowalign.curation.scoring.stats import Progress
 from flowalign.data.media_record import Record
 from flowalign.rewards.checked import CheckedReward, RewardFailure
 from flowalign.utils.console import say
@@ -40,24 +39,25 @@ class ScoringCluster:
 
     workers: int
     """Number of workers. Each has one core and, if there are GPUs, one GPU or a share of one."""
-    address: str | None = None
+    address: str | None
     """Address of a running cluster. None: a new cluster on this machine for this job, which only
     this machine can reach."""
+    open_job: Callable[[], ScoringJob]
+    """Function that returns the job on a worker."""
 
-    def run(
-        self, job: ScoringJob, open_job: Callable[[], ScoringJob], speed: Throughput, watch: Watch
-    ) -> Sequence[int]:
+    def run(self, job: ScoringJob, progress: Progress) -> Sequence[int]:
         """Score the missing blocks; return the blocks of the whole dataset.
 
-        On a worker, `open_job` returns the job with loaded models. The folder of the job must be on
-        storage that all workers share.
+        The folder of the job must be on storage that all workers share.
 
         Raises:
             TooManyFailures: Too many rows failed so far; this is checked after every block.
             RewardFailure: A model is wrong, or workers died too often.
             ValueError: A worker cannot use the options or the data.
         """
-        parts, stats, blocks = job.parts, RunningStats(), block_numbers(job)
+        job.check_folder()
+        parts, stats = job.parts, progress.stats
+        blocks = [block for block, _ in list_blocks(job)]  # reads records, but decodes nothing
         drop_changed(job, parts)
         complete = parts.complete(blocks)
         job.tally(stats, complete)
@@ -65,17 +65,15 @@ class ScoringCluster:
         if not (missing := sorted(set(blocks) - set(complete))):
             return blocks
         with connect(self.workers, self.address):
-            for block in self._score_blocks(missing, open_job):
+            for block in self._score_blocks(missing):
                 if block not in parts:
                     raise ValueError(f"{job.folder} must be a folder that all workers share")
                 job.tally(stats, [block])
-                speed.rows = stats.rows - known
-                watch(stats, speed)
+                progress.rows = stats.rows - known
+                progress.show()
         return blocks
 
-    def _score_blocks(
-        self, blocks: Sequence[int], open_job: Callable[[], ScoringJob]
-    ) -> Iterator[int]:
+    def _score_blocks(self, blocks: Sequence[int]) -> Iterator[int]:
         """Yield blocks as they are scored and saved."""
         import ray
         from ray.exceptions import RayError
@@ -83,13 +81,14 @@ class ScoringCluster:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
+        gpus = check_cores(self.workers)
         rows = ray.data.from_items(list(blocks), override_num_blocks=len(blocks)).map_batches(
             _Worker,
-            fn_constructor_args=(open_job, str(Path.cwd())),
+            fn_constructor_args=(self.open_job, str(Path.cwd())),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=self.workers),
             num_cpus=1,
-            num_gpus=self._gpu_share(),
+            num_gpus=1 / math.ceil(self.workers / gpus) if gpus else 0.0,
             max_restarts=RESTARTS,
             max_task_retries=-1,
         )
@@ -132,16 +131,12 @@ class ScoringCluster:
             ended.set()
             watcher.join()
 
-    def _gpu_share(self) -> float:
-        """Return the GPU share of a worker; raise ValueError if there are too few cores."""
-        gpus = check_cores(self.workers)
-        return 1 / math.ceil(self.workers / gpus) if gpus else 0.0
-
 
 class BlockScorer:
     """Scorer of single blocks of a job, fastest in ascending order."""
 
     def __init__(self, job: ScoringJob):
+        job.load()
         self.job = replace(job, models=[CheckedReward(model) for model in job.models])
         self.parts, self._next = job.parts, 0
         self._blocks = list_blocks(job)
@@ -152,7 +147,7 @@ class BlockScorer:
         stamps = [record.stamp() for _, record in records]
         records = self.parts.select(block, records)
         todo = ((block, i, record) for i, record in records)
-        for number, rows in score_blocks(self.job, todo, Throughput()):
+        for number, rows in score_blocks(self.job, todo, Progress()):
             self.parts.write(number, rows, stamps)
 
     def _records(self, block: int) -> list[tuple[int, Record]]:
@@ -162,11 +157,6 @@ class BlockScorer:
         number, records = next(found for found in self._blocks if found[0] == block)
         self._next = number + 1
         return records
-
-
-def block_numbers(job: ScoringJob) -> list[int]:
-    """Return the blocks of the whole dataset; this reads all records, but decodes nothing."""
-    return [block for block, _ in list_blocks(job)]
 
 
 class _Worker:

@@ -1,12 +1,7 @@
 """Summarize a table of scores: as `scores.html` with the best and worst samples, or by prompt."""
 
-import heapq
-import itertools
-import json
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,69 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowalign.curation.scoring.part_files import REFERENCES, Row
+from flowalign.curation.scoring.part_files import REFERENCES
+from flowalign.curation.scoring.scoring_job import ScoringJob
+from flowalign.curation.scoring.stats import EXAMPLES, Row, RunningStats, dims_of
 from flowalign.data.media.encode import read_thumbnail
 from flowalign.data.media.media import MediaProblem
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
 from flowalign.reports.pages import PALETTE, data_address, histogram
-from flowalign.utils.files import read_object, write_text
+from flowalign.utils.files import read_object, write_rows, write_text
 
-EXAMPLES = 6
-"""Number of samples shown at either end of a dimension."""
-_LISTED = 8
-"""Largest number of failed rows that are listed."""
 Place = tuple[str, int]
 """Id of a record, and index of a sample in it."""
 
 
-@dataclass
-class Findings:
-    """Page data of a table of any length: all scores, and a few rows."""
-
-    columns: dict[str, array] = field(default_factory=dict)
-    """Scores of every dimension, one per row of the table; NaN if a row has none."""
-    ends: dict[str, tuple[list, list]] = field(default_factory=dict)
-    """Heaps of the best and of the worst rows of every dimension."""
-    failures: list[Row] = field(default_factory=list)
-    judged_by_people: bool = False
-    rows: int = 0
-
-    def add(self, row: Row) -> None:
-        """Add one row."""
-        self.rows += 1
-        dims = [name.removesuffix("_valid") for name in row if name.endswith("_valid")]
-        self.judged_by_people |= any(
-            name.startswith(("rank/", "votes/", "rating/")) for name in row
-        )
-        if any(not row[f"{dim}_valid"] for dim in dims) and len(self.failures) < _LISTED:
-            self.failures.append(row)
-        for dim in dims:
-            score = row[dim]
-            self.columns.setdefault(dim, array("d")).append(np.nan if score is None else score)
-            if score is not None:
-                best, worst = self.ends.setdefault(dim, ([], []))
-                name = Path(row["path"]).name if row["path"] else str(row["record"])
-                entry = (row["record"], row["medium"], row["prompt"], name)
-                _keep(best, (score, self.rows, entry))
-                _keep(worst, (-score, self.rows, entry))
-
-    def places(self) -> set[Place]:
-        """Return the samples that the page shows."""
-        ends = itertools.chain.from_iterable(self.ends.values())
-        return {entry[:2] for heap in ends for _, _, entry in heap}
-
-
-def write(folder: Path, rows: Iterable[Row], dataset: Dataset) -> Path:
-    """Write the page; read the rows of a finished job once, then only the samples on the page."""
-    findings = Findings()
-    for row in rows:
-        findings.add(row)
-    thumbnails = make_thumbnails(dataset, findings.places())
-    page = folder / "scores.html"
-    summary = read_object(folder / "summary.json")
-    write_text(page, render(folder.name, findings, thumbnails, summary))
+def write(job: ScoringJob, stats: RunningStats) -> Path:
+    """Write the page of a finished job; only the samples on the page are read again."""
+    rows = [row for heaps in stats.ends.values() for heap in heaps for _, _, row in heap]
+    thumbnails = make_thumbnails(job.dataset, {(row["record"], row["medium"]) for row in rows})
+    page = job.folder / "scores.html"
+    summary = read_object(job.folder / "summary.json")
+    write_text(page, render(job.folder.name, stats, thumbnails, summary))
     return page
 
 
@@ -98,37 +52,33 @@ def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
 
 
 def render(
-    name: str, findings: Findings, thumbnails: Mapping[Place, str], summary: Mapping[str, Any]
+    name: str, stats: RunningStats, thumbnails: Mapping[Place, str], summary: Mapping[str, Any]
 ) -> str:
     """Return the self-contained page."""
-    dims = [_describe_dimension(dim, findings, thumbnails) for dim in findings.columns]
     return pages.render(
         "scores.html.j2",
         name=name,
         summary=summary,
-        dims=dims,
-        verdict=verdict(findings, summary),
-        correlations=tabulate_correlations(findings.columns),
-        failures=list(describe_failures(findings)),
-        judged_by_people=findings.judged_by_people,
+        dims=[_describe_dimension(dim, stats, thumbnails) for dim in stats.columns],
+        verdict=verdict(len(stats.columns), summary),
+        correlations=tabulate_correlations(stats.columns),
+        failures=[
+            {"record": f"{row['record']}, medium {row['medium']}", "why": row["reason"] or ""}
+            for row in stats.failures
+        ],
+        judged_by_people=stats.judged_by_people,
         examples=EXAMPLES,
     )
 
 
-def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
+def verdict(dimensions: int, summary: Mapping[str, Any]) -> str:
     """Return a summary of the job in one or two sentences."""
     rows, failed = summary["rows"], summary["failed"]
     speed = summary.get("rows_per_second")
-    text = f"{rows:,} samples scored in {len(findings.columns)} dimensions"
+    text = f"{rows:,} samples scored in {dimensions} dimensions"
     text += f", {speed:,.1f} a second. " if speed else ". "
     share = 100 * failed / rows if rows else 0.0
     return text + (f"{failed:,} ({share:.1f} %) could not be scored." if failed else "None failed.")
-
-
-def describe_failures(findings: Findings) -> Iterator[dict[str, str]]:
-    """Yield the first rows that failed, with the reason."""
-    for row in findings.failures:
-        yield {"record": f"{row['record']}, medium {row['medium']}", "why": row["reason"] or ""}
 
 
 def tabulate_correlations(
@@ -158,12 +108,12 @@ def _correlation_cell(one: torch.Tensor, other: torch.Tensor) -> tuple[str, str]
 
 
 def _describe_dimension(
-    dim: str, findings: Findings, thumbnails: Mapping[Place, str]
+    dim: str, stats: RunningStats, thumbnails: Mapping[Place, str]
 ) -> dict[str, Any]:
-    scores = np.array(findings.columns[dim])
+    scores = np.array(stats.columns[dim])
     known = scores[np.isfinite(scores)]
     quantiles = [f"{q:.4g}" for q in np.quantile(known, (0.05, 0.5, 0.95))] if len(known) else []
-    best, worst = findings.ends.get(dim, ([], []))
+    best, worst = stats.ends.get(dim, ([], []))
     return {
         "name": dim,
         "valid": len(known),
@@ -174,32 +124,22 @@ def _describe_dimension(
         "ties": len(known) - len(np.unique(known)),
         "chart": histogram(dim, "score (line: median)", "media", known) if len(known) else None,
         "ends": [
-            ("best", _describe_media(best, 1, thumbnails)),
-            ("worst", _describe_media(worst, -1, thumbnails)),
+            ("best", _describe_media(dim, best, thumbnails)),
+            ("worst", _describe_media(dim, worst, thumbnails)),
         ],
     }
 
 
-def _describe_media(heap: list, sign: int, thumbnails: Mapping[Place, str]) -> list[dict[str, str]]:
-    ordered = sorted(heap, key=lambda entry: (-entry[0], -entry[1]))
+def _describe_media(dim: str, heap: list, thumbnails: Mapping[Place, str]) -> list[dict[str, str]]:
     return [
         {
-            "score": f"{sign * score:.4g}",
-            "prompt": prompt,
-            "name": name,
-            "picture": thumbnails.get((record, medium), ""),
+            "score": f"{row[dim]:.4g}",
+            "prompt": row["prompt"],
+            "name": Path(row["path"]).name if row["path"] else str(row["record"]),
+            "picture": thumbnails.get((row["record"], row["medium"]), ""),
         }
-        for score, _, (record, medium, prompt, name) in ordered
+        for _, _, row in sorted(heap, reverse=True)
     ]
-
-
-def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
-    """Add an entry to a heap of the highest scores; among equal scores, the first stays."""
-    score, row, what = entry
-    if len(heap) < EXAMPLES:
-        heapq.heappush(heap, (score, -row, what))
-    else:
-        heapq.heappushpop(heap, (score, -row, what))
 
 
 FILE = "prompts.jsonl"
@@ -222,7 +162,7 @@ def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
                 "--summarize averages samples of one prompt without references"
             )
         found = scores.setdefault(row["prompt"], {})
-        for dim in (name.removesuffix("_valid") for name in row if name.endswith("_valid")):
+        for dim in dims_of(row):
             if row[dim] is not None:
                 found.setdefault(prefix + dim, []).append(row[dim])
     return [
@@ -233,7 +173,5 @@ def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
 
 def write_prompts(folder: Path, rows: Iterable[Row], prefix: str) -> Path:
     """Write the averages of `average_prompts` to `prompts.jsonl`, and return its path."""
-    means = average_prompts(rows, prefix)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in means]
-    write_text(folder / FILE, "".join(lines))
+    write_rows(folder / FILE, average_prompts(rows, prefix))
     return folder / FILE

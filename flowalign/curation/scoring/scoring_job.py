@@ -5,13 +5,14 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.curation.scoring.part_files import FIXED, PartFiles, RunningStats, Throughput, merge
+from flowalign.curation.scoring.part_files import FIXED, PartFiles, merge
+from flowalign.curation.scoring.stats import Progress, RunningStats
 from flowalign.curation.scoring.table_rows import (
     Column,
     DecodedMedium,
@@ -64,6 +65,8 @@ class ScoringJob:
     """Share of failed rows, in [0, 1], above which the job stops."""
     shard: tuple[int, int] = (0, 1)
     """Shard (i, n): this process scores every n-th block of records, beginning with the i-th."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Origin of the dataset and the models, which must be the same when the job is repeated."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers out of range, or if two columns would have one name."""
@@ -77,6 +80,7 @@ class ScoringJob:
     def settings(self) -> dict[str, Any]:
         """Return the settings that determine the scores; batch size and processes do not."""
         return {
+            **self.origin,
             "identity": self.dataset.identity(),
             "schema": self.dataset.schema.name,
             "limit": self.limit,
@@ -84,14 +88,18 @@ class ScoringJob:
             "records_per_part": RECORDS_PER_PART,
         }
 
-    def load(self, settings: Mapping[str, Any]) -> None:
-        """Load the models, after a check that the folder holds no results of other settings."""
-        manifest = self.folder / MANIFEST
-        compare_settings(manifest, settings, MAKER)
+    def check_folder(self) -> None:
+        """Raise ValueError if the folder holds results of other settings."""
+        compare_settings(self.folder / MANIFEST, self.settings(), MAKER)
+
+    def load(self) -> None:
+        """Load the models, after `check_folder`, and record the settings."""
+        self.check_folder()
         for model in self.models:
             load(model)
-        known = {"fingerprint": join_fingerprints(self.models)}
-        record_settings(manifest, {**settings, **known}, MAKER)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = self.settings() | {"fingerprint": join_fingerprints(self.models)}
+        record_settings(self.folder / MANIFEST, settings, MAKER)
 
     @property
     def parts(self) -> PartFiles:
@@ -104,6 +112,10 @@ class ScoringJob:
             stats.add(row)
         stats.check(self.max_failed_fraction, ROWS_BEFORE_CHECK)
 
+    def owns(self, block: int) -> bool:
+        """Return whether a block belongs to this shard."""
+        return block % self.shard[1] == self.shard[0]
+
     def share(self) -> int | None:
         """Return the number of records of this shard; None if counting them is slow."""
         if (size := self.dataset.size()) is None:
@@ -113,19 +125,17 @@ class ScoringJob:
         return sum(min(part, size - start) for start in range(i * part, size, n * part))
 
 
-Watch = Callable[[RunningStats, Throughput], None]
-
-
-def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
-    """Score the missing blocks of this shard; return the blocks of the whole dataset.
+def run(job: ScoringJob, progress: Progress) -> list[int]:
+    """Load the models, and score the missing blocks; return the blocks of the whole dataset.
 
     Records of saved blocks are scored again if they failed for a reason that may pass.
 
     Raises:
         TooManyFailures: Too many rows failed so far; this is checked after every block.
     """
+    job.load()
     job = replace(job, models=[CheckedReward(model) for model in job.models])
-    parts, stats = job.parts, RunningStats()
+    parts = job.parts
     drop_changed(job, parts)
     blocks: list[int] = []
     stamps: dict[int, list[str]] = {}
@@ -133,22 +143,21 @@ def run(job: ScoringJob, watch: Watch, speed: Throughput) -> list[int]:
     def missing() -> Iterator[tuple[int, int, Record]]:
         for block, records in list_blocks(job):
             blocks.append(block)
-            if block % job.shard[1] == job.shard[0] and (todo := parts.select(block, records)):
+            if job.owns(block) and (todo := parts.select(block, records)):
                 stamps[block] = [record.stamp() for _, record in records]
                 yield from ((block, i, record) for i, record in todo)
 
-    mine = (b for b in parts.blocks() if b % job.shard[1] == job.shard[0])
-    job.tally(stats, parts.complete(mine))
-    for block, rows in score_blocks(job, missing(), speed):
+    job.tally(progress.stats, parts.complete(filter(job.owns, parts.blocks())))
+    for block, rows in score_blocks(job, missing(), progress):
         parts.write(block, rows, stamps.pop(block))
-        job.tally(stats, [block])
-        watch(stats, speed)
+        job.tally(progress.stats, [block])
+        progress.show()
     return blocks
 
 
 def drop_changed(job: ScoringJob, parts: PartFiles) -> None:
     """Delete the blocks of this shard with records that changed since they were scored."""
-    saved = {block for block in parts.blocks() if block % job.shard[1] == job.shard[0]}
+    saved = set(filter(job.owns, parts.blocks()))
     changed, last = 0, max(saved, default=-1)
     for block, records in itertools.islice(list_blocks(job), last + 1):
         if block in saved:
@@ -158,22 +167,23 @@ def drop_changed(job: ScoringJob, parts: PartFiles) -> None:
 
 
 def finish(
-    folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]
+    job: ScoringJob, blocks: Sequence[int], kind: str, speed: Mapping[str, float] | None = None
 ) -> RunningStats:
     """Merge all parts into `scores.<kind>`, and write `summary.json`; return the statistics."""
-    parts, stats = PartFiles(folder / "parts"), RunningStats()
-    for row in parts.rows(blocks):
+    stats = RunningStats()
+    for row in job.parts.rows(blocks):
         stats.add(row)
-    merge(parts, blocks, folder / f"scores.{kind}")
-    write_summary(folder, stats, {"status": "complete", **about})
+    merge(job.parts, blocks, job.folder / f"scores.{kind}")
+    write_summary(job, stats, {"status": "complete", **(speed or {})})
     return stats
 
 
-def write_summary(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> None:
+def write_summary(job: ScoringJob, stats: RunningStats, about: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
-    known = read_object(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    manifest = job.folder / MANIFEST
+    known = read_object(manifest) if manifest.exists() else {}
     text = json.dumps({**known, **about, **stats.summary()}, indent=2, ensure_ascii=False)
-    write_text(folder / "summary.json", text + "\n")
+    write_text(job.folder / "summary.json", text + "\n")
 
 
 def list_blocks(job: ScoringJob) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
@@ -187,23 +197,26 @@ def list_blocks(job: ScoringJob) -> Iterator[tuple[int, list[tuple[int, Record]]
 
 
 def score_blocks(
-    job: ScoringJob, todo: Iterator[tuple[int, int, Record]], speed: Throughput
+    job: ScoringJob, todo: Iterator[tuple[int, int, Record]], progress: Progress
 ) -> Iterator[tuple[int, list[dict[str, Column]]]]:
     """Yield the rows of every block, in order, while the next block is decoded and scored."""
     decoders = ThreadPoolExecutor(job.workers, "decode")
     scorer = ThreadPoolExecutor(1, "score")
-    waiting: deque[_ScoreBlock] = deque()
+    waiting: deque[tuple[int, _ScoreBlock]] = deque()
     try:
         items = _decode_ahead(job, decoders, todo)
-        for block, of_block in itertools.groupby(items, lambda found: found[0]):
-            waiting.append(_ScoreBlock(job, block, scorer, speed))
+        for number, of_block in itertools.groupby(items, lambda found: found[0]):
+            block = _ScoreBlock(job, scorer, progress)
+            waiting.append((number, block))
             for _, item in of_block:
-                waiting[-1].add(item)
-            waiting[-1].flush()
+                block.add(item)
+            block.flush()
             if len(waiting) > 1:
-                yield waiting.popleft().result()
+                number, block = waiting.popleft()
+                yield number, block.result()
         while waiting:
-            yield waiting.popleft().result()
+            number, block = waiting.popleft()
+            yield number, block.result()
     finally:
         decoders.shutdown(cancel_futures=True)
         scorer.shutdown(cancel_futures=True)
@@ -218,39 +231,33 @@ def _decode_ahead(
     options = job.max_frames, any("sound" in model.spec.needs for model in job.models)
     for block, index, record in todo:
         for medium in range(max(len(record.media), 1)):
-            future = decoders.submit(prepare, record, index, medium, *options)
-            pending.append((block, future))
+            pending.append((block, decoders.submit(prepare, record, index, medium, *options)))
             while len(pending) > max(depth, job.workers):
-                yield (found := _wait_for(pending.popleft()))
-                largest = max(largest, found[1].size, 1)
+                first, future = pending.popleft()
+                largest = max(largest, future.result().size, 1)
                 depth = min(job.batch_size + 2 * job.workers, _MEMORY // largest)
+                yield first, future.result()
     while pending:
-        yield _wait_for(pending.popleft())
-
-
-def _wait_for(entry: tuple[int, Future[DecodedMedium]]) -> tuple[int, DecodedMedium]:
-    return entry[0], entry[1].result()
+        block, future = pending.popleft()
+        yield block, future.result()
 
 
 class _ScoreBlock:
     """Batches of one block, grouped by shape, with the resulting rows."""
 
-    def __init__(self, job: ScoringJob, number: int, scorer: ThreadPoolExecutor, speed: Throughput):
-        self.number, self._job, self._scorer, self._speed = number, job, scorer, speed
+    def __init__(self, job: ScoringJob, scorer: ThreadPoolExecutor, progress: Progress):
+        self._job, self._scorer, self._progress = job, scorer, progress
         self._whole = any("groups" in model.spec.needs for model in job.models)
         self._buckets: dict[tuple[Any, ...], list[DecodedMedium]] = {}
-        self._futures: deque[Future[list[dict[str, Column]]]] = deque()
-        self._rows: dict[tuple[int, int], dict[str, Column]] = {}
-        self._order: list[tuple[int, int]] = []
-        self._items: deque[Sequence[DecodedMedium]] = deque()
+        self._sent: deque[tuple[Sequence[DecodedMedium], Future]] = deque()
+        self._rows: dict[tuple[int, int], dict[str, Column]] = {}  # in the order of the dataset
         self._held = 0
 
     def add(self, item: DecodedMedium) -> None:
         """Add an item; batches that become full are sent to the models."""
-        place = (item.index, item.medium)
-        self._order.append(place)
+        self._rows[item.index, item.medium] = {}
         if item.clip is None:
-            self._rows[place] = make_unscored_row(self._job.models, item)
+            self._rows[item.index, item.medium] = make_unscored_row(self._job.models, item)
         else:
             shape = (*item.clip.pixels.shape, item.clip.fps is None)
             self._buckets.setdefault(shape, []).append(item)
@@ -261,36 +268,36 @@ class _ScoreBlock:
     def flush(self) -> None:
         """Send the remaining batches, full or not."""
         for shape in list(self._buckets):
-            self._send(self._buckets.pop(shape))
+            self._send(shape)
 
-    def result(self) -> tuple[int, list[dict[str, Column]]]:
-        """Wait for the last batch; return number and rows, in the order of the dataset."""
-        while self._futures:
+    def result(self) -> list[dict[str, Column]]:
+        """Wait for the last batch; return the rows, in the order of the dataset."""
+        while self._sent:
             self._collect()
-        return self.number, [self._rows[place] for place in self._order]
+        return list(self._rows.values())
 
     def _send_full(self) -> None:
         for shape, bucket in list(self._buckets.items()):
             if len(bucket) >= self._job.batch_size or bucket[0].size * len(bucket) > _BATCH_BYTES:
-                self._send(self._buckets.pop(shape))
+                self._send(shape)
         while self._held > _MEMORY:
-            largest = max(self._buckets, key=lambda shape: math.prod(shape[:4]))
-            self._send(self._buckets.pop(largest))
+            self._send(max(self._buckets, key=lambda shape: math.prod(shape[:4])))
 
-    def _send(self, items: Sequence[DecodedMedium]) -> None:
-        while len(self._futures) >= _BATCHES_AHEAD:
+    def _send(self, shape: tuple[Any, ...]) -> None:
+        while len(self._sent) >= _BATCHES_AHEAD:
             self._collect()
+        items = self._buckets.pop(shape)
         self._held -= sum(item.size for item in items)
-        self._items.append(items)
-        self._futures.append(self._scorer.submit(self._score, items))
+        self._sent.append((items, self._scorer.submit(self._score, items)))
 
     def _score(self, items: Sequence[DecodedMedium]) -> list[dict[str, Column]]:
         batch, start = assemble(items), time.perf_counter()
         rows = score(self._job.models, items, batch, self._job.folder)
-        self._speed.in_model += time.perf_counter() - start
-        self._speed.rows += len(rows)
+        self._progress.in_model += time.perf_counter() - start
+        self._progress.rows += len(rows)
         return rows
 
     def _collect(self) -> None:
-        places = [(item.index, item.medium) for item in self._items.popleft()]
-        self._rows |= zip(places, self._futures.popleft().result(), strict=True)
+        items, rows = self._sent.popleft()
+        places = [(item.index, item.medium) for item in items]
+        self._rows |= zip(places, rows.result(), strict=True)

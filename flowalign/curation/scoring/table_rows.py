@@ -34,6 +34,8 @@ _MAP_SIDE = 64
 
 Cell = str | int | float | bool | None
 Column = Cell | list[str | None] | dict[str, Cell]
+_Scored = tuple[dict[str, Column], str, Tensor | None]
+"""Columns, reason and map of a sample."""
 
 
 @dataclass(frozen=True)
@@ -123,22 +125,19 @@ def score(
     for model in models:
         unsuited = _find_unsuited(model.spec, items)
         suited = [i for i in range(len(items)) if i not in unsuited]
-        for i in unsuited:
-            rows[i] |= _empty_columns(model.spec)
-            reasons[i].append(unsuited[i])
-        if not suited:
-            continue
-        for i, (columns, why, place) in zip(
-            suited, _score_batch(model, batch.take(suited)), strict=True
-        ):
+        found: dict[int, _Scored] = {
+            i: (_empty_columns(model.spec), why, None) for i, why in unsuited.items()
+        }
+        if suited:
+            found |= dict(zip(suited, _score_batch(model, batch.take(suited)), strict=True))
+        for i, (columns, why, place) in found.items():
             rows[i] |= columns
             reasons[i] += [why] if why else []
             if place is not None:
                 file = f"{items[i].index:09d}-{items[i].medium:02d}.safetensors"
                 rows[i] |= write_map(place, folder / "maps" / model.spec.name / file)
     return [
-        # `RunningStats` splits at the separator, so no reason may hold it.
-        _make_row(item, "; ".join(one.replace("; ", ", ") for one in why), columns, models)
+        _make_row(item, why, columns, models)
         for item, why, columns in zip(items, reasons, rows, strict=True)
     ]
 
@@ -148,7 +147,7 @@ def make_unscored_row(models: Sequence[RewardModel], item: DecodedMedium) -> dic
     columns: dict[str, Column] = {}
     for model in models:
         columns |= _empty_columns(model.spec)
-    return _make_row(item, item.reason.replace("; ", ", "), columns, models)
+    return _make_row(item, [item.reason], columns, models)
 
 
 def join_fingerprints(models: Sequence[RewardModel]) -> str:
@@ -186,9 +185,7 @@ def write_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
     return {f"map/{file.parent.name}": str(file.absolute())}
 
 
-def _score_batch(
-    model: RewardModel, batch: MediaBatch
-) -> list[tuple[dict[str, Column], str, Tensor | None]]:
+def _score_batch(model: RewardModel, batch: MediaBatch) -> list[_Scored]:
     """Return columns, reason and map of every sample; a rejected sample fails alone."""
     try:
         output = model.score(batch)
@@ -201,26 +198,19 @@ def _score_batch(
             why = f"{model.spec.name} refused: {first_line}"
             return [(_empty_columns(model.spec), why, None)] * len(batch)
         return [one for part in batch.chunks(1) for one in _score_batch(model, part)]
-    places = output.maps.get(model.spec.name)
-    return [
-        (
-            _score_columns(model.spec, output, i),
-            output.reasons.get(i, ""),
-            None if places is None else places[i],
-        )
-        for i in range(len(batch))
-    ]
+    places = output.maps.get(model.spec.name, [None] * len(batch))
+    columns = [_score_columns(model.spec, output, i) for i in range(len(batch))]
+    return [(columns[i], output.reasons.get(i, ""), places[i]) for i in range(len(batch))]
 
 
 def _score_columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column]:
     columns: dict[str, Column] = {}
-    valid, values = output.valid[i].tolist(), output.values[i].tolist()
-    spread = None if output.uncertainty is None else output.uncertainty[i].tolist()
     for r, dim in enumerate(spec.dims):
-        columns[dim] = values[r] if valid[r] else None
-        columns[f"{dim}_valid"] = valid[r]
-        if spread is not None:
-            columns[f"{dim}_uncertainty"] = spread[r] if spread[r] == spread[r] else None
+        valid = bool(output.valid[i, r])
+        columns |= {dim: output.values[i, r].item() if valid else None, f"{dim}_valid": valid}
+        if output.uncertainty is not None:
+            spread = output.uncertainty[i, r].item()
+            columns[f"{dim}_uncertainty"] = spread if math.isfinite(spread) else None
     return columns
 
 
@@ -232,16 +222,18 @@ def _empty_columns(spec: RewardSpec) -> dict[str, Column]:
 
 
 def _make_row(
-    item: DecodedMedium, reason: str, scores: Mapping[str, Column], models: Sequence[RewardModel]
+    item: DecodedMedium,
+    reasons: Sequence[str],
+    scores: Mapping[str, Column],
+    models: Sequence[RewardModel],
 ) -> dict[str, Column]:
     record = item.record
-    labels: dict[str, Column] = {}
-    for kind, by_dim in (
-        ("rank", record.ranks),
-        ("votes", record.votes),
-        ("rating", record.ratings),
-    ):
-        labels |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
+    judgements = {"rank": record.ranks, "votes": record.votes, "rating": record.ratings}
+    labels: dict[str, Column] = {
+        f"{kind}/{dim}": float(values[item.medium])
+        for kind, by_dim in judgements.items()
+        for dim, values in by_dim.items()
+    }
     labels |= {f"both_bad/{dim}": True for dim in record.both_bad}
     if record.references:
         labels[REFERENCES] = [reference.path for reference in record.references]
@@ -252,7 +244,8 @@ def _make_row(
         "medium": item.medium,
         "prompt": record.prompt,
         "path": record.media[item.medium].path if record.media else None,
-        "reason": reason or None,
+        # `RunningStats` splits at the separator, so no reason may hold it.
+        "reason": "; ".join(reason.replace("; ", ", ") for reason in reasons) or None,
         "fingerprint": join_fingerprints(models),
         **labels,
         **scores,
