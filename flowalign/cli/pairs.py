@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import SEED, whole
 from flowalign.utils.console import table as print_table
 from flowalign.utils.errors import convert_value_errors
-from flowalign.utils.files import write_text
+from flowalign.utils.files import write_rows, write_text
 
 if TYPE_CHECKING:
     from flowalign.curation.pairing_job import PairingJob, PairSelection
-    from flowalign.curation.score_table import PairChoice, PairingRule
+    from flowalign.curation.score_table import PairingRule
 
 HELP = "Make training pairs from a table of scores."
 EXIT_FAILED = 1
@@ -156,12 +156,29 @@ def _write_files(
     args: argparse.Namespace, job: "PairingJob", found: "PairSelection"
 ) -> dict[str, Any]:
     """Write all files, the summary last; return the summary."""
-    from flowalign.curation.pairing_job import HELD_OUT, PAGE, SUMMARY, TRAIN, render_pairs, split
+    from flowalign.curation.pairing_job import (
+        HELD_OUT,
+        PAGE,
+        SUMMARY,
+        TRAIN,
+        format_pair,
+        format_samples,
+        render_pairs,
+        split,
+    )
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
-    labels = _write_rows(args, job, {TRAIN: train, HELD_OUT: held_out})
+    labels = Counter[bool]()
+    for name, choices in {TRAIN: train, HELD_OUT: held_out}.items():
+        (folder / name).unlink(missing_ok=True)
+        rows = [format_pair(job, choice) for choice in choices]
+        if args.labels:
+            rows = format_samples(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write_rows(folder / name, rows)
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
         "table": str(Path(args.table).resolve()),
@@ -189,24 +206,6 @@ def _write_files(
     write_text(folder / PAGE, render_pairs(folder.name, job, found, train or held_out, summary))
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
-
-
-def _write_rows(
-    args: argparse.Namespace, job: "PairingJob", files: "Mapping[str, Sequence[PairChoice]]"
-) -> Counter[bool]:
-    """Write the pairs of every file, or the labels of their samples; count the labels."""
-    from flowalign.curation.pairing_job import format_pair, format_samples, write_rows
-
-    labels: Counter[bool] = Counter()
-    for name, choices in files.items():
-        (Path(args.out) / name).unlink(missing_ok=True)
-        rows = [format_pair(job, choice) for choice in choices]
-        if args.labels:
-            rows = format_samples(job, choices)
-            labels.update(row["label"] for row in rows)
-        if rows:
-            write_rows(Path(args.out), name, rows)
-    return labels
 
 
 def _print_summary(

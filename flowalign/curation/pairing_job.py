@@ -1,6 +1,5 @@
 """Choose pairs from a table of scores, and write them as a preference dataset with a page."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +21,7 @@ from flowalign.data.media.encode import read_thumbnail
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import DropReport, Inspection
 from flowalign.data.readers.schema import REQUEST_MASK
-from flowalign.reports.pages import Chart, data_address, histogram, render
-from flowalign.utils.files import atomic_write
+from flowalign.reports.pages import data_address, histogram, render
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.seeds import is_in_share
 
@@ -100,7 +98,7 @@ def find_pairs(job: PairingJob) -> PairSelection:
                 pairs.add(problem, winner.name)
             else:
                 choices.append(choice)
-    prompts = len({request_key(table.media[choice.winner]) for choice in choices})
+    prompts = len({table.media[choice.winner].request for choice in choices})
     if job.stages:
         choices = assign_stages(choices, job.stages, job.stages_by)
     return PairSelection(choices, prompts, media, pairs)
@@ -119,9 +117,9 @@ def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) 
             )
         elif not medium.path:
             report.add("stored in the dataset instead of a file", medium.name)
-        elif "" in _source_paths(medium):
+        elif "" in medium.sources:
             report.add("source stored in the dataset instead of a file", medium.name)
-        elif problem := inspection.missing(medium.path, *_source_paths(medium)):
+        elif problem := inspection.missing(medium.path, *medium.sources):
             report.add(problem, medium.name)
         elif place in seen:
             report.add("repeated item", medium.name)
@@ -130,20 +128,11 @@ def _select_usable(job: PairingJob, inspection: Inspection, report: DropReport) 
             yield i
 
 
-def request_key(medium: ScoredMedium) -> tuple[str, ...]:
-    """Return the request of a sample: its prompt, references and mask."""
-    return medium.prompt, *_source_paths(medium)
-
-
-def _source_paths(medium: ScoredMedium) -> tuple[str, ...]:
-    return medium.references if medium.mask is None else (*medium.references, medium.mask)
-
-
 def _group_key(job: PairingJob, i: int) -> tuple[str, ...]:
     """Return the group in which a sample is compared: its request, or its record."""
     medium = job.table.media[i]
-    by_record = job.by_record or not medium.prompt or "" in _source_paths(medium)
-    return *request_key(medium), medium.record if by_record else ""
+    by_record = job.by_record or not medium.prompt or "" in medium.sources
+    return *medium.request, medium.record if by_record else ""
 
 
 def _group_rows(job: PairingJob, rows: Iterable[int]) -> Iterable[list[int]]:
@@ -159,7 +148,7 @@ def split(
     """Split pairs into training pairs and held-out pairs, by a hash of request and seed."""
     train, held_out = [], []
     for choice in choices:
-        asked = "\0".join(request_key(table.media[choice.winner]))
+        asked = "\0".join(table.media[choice.winner].request)
         (held_out if is_in_share(asked, fraction, seed) else train).append(choice)
     return train, held_out
 
@@ -223,13 +212,6 @@ def collect_scores(job: PairingJob, row: int) -> dict[str, float]:
     return found
 
 
-def write_rows(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as a JSONL file, atomically."""
-    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    with atomic_write(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-
-
 def check_folder(folder: Path) -> None:
     """Raise ValueError if a folder holds other files, or cannot be one.
 
@@ -252,49 +234,42 @@ def render_pairs(
     shown: Sequence[PairChoice],
     summary: Mapping[str, Any],
 ) -> str:
-    """Return the self-contained page."""
+    """Return the self-contained page, with a histogram of the gaps of every deciding dimension."""
+    gaps: dict[str, list[float]] = {}
+    for choice in found.choices:
+        gaps.setdefault(choice.dimension, []).append(choice.gap)
     return render(
         "pairs.html.j2",
         name=name,
         summary=summary,
-        pairs=list(describe_examples(job, shown[:SHOWN])),
-        gaps=chart_gaps(found.choices),
+        pairs=[_describe_example(job, choice) for choice in shown[:SHOWN]],
+        gaps=[histogram(dim, "gap", "pairs", values) for dim, values in gaps.items()],
         dropped=[("media", found.media.summary()), ("pairs", found.pairs.summary())],
     )
 
 
-def chart_gaps(choices: Sequence[PairChoice]) -> list[Chart]:
-    """Return a histogram of the gaps of every deciding dimension."""
-    dims = dict.fromkeys(choice.dimension for choice in choices)
-    return [
-        histogram(dim, "gap", "pairs", [c.gap for c in choices if c.dimension == dim])
-        for dim in dims
+def _describe_example(job: PairingJob, choice: PairChoice) -> dict[str, Any]:
+    """Return the template's values of a pair: prompt, gap, and both sides with scores."""
+    sides = [
+        {
+            "title": title,
+            "picture": make_thumbnail(Media(job.table.media[row].path)),
+            "scores": {dim: f"{value:.4g}" for dim, value in collect_scores(job, row).items()},
+        }
+        for title, row in (("chosen", choice.winner), ("rejected", choice.loser))
     ]
+    prompt = job.table.media[choice.winner].prompt
+    stage = f", stage {choice.stage}" if job.stages else ""
+    return {
+        "prompt": prompt,
+        "gap": f"{choice.dimension} gap {choice.gap:.4g}{stage}",
+        "sides": sides,
+    }
 
 
-def describe_examples(job: PairingJob, choices: Sequence[PairChoice]) -> Iterator[dict[str, Any]]:
-    """Yield the template's values of each pair: prompt, gap, and both sides with scores."""
-    for choice in choices:
-        sides = [
-            {
-                "title": title,
-                "picture": make_thumbnail(job.table.media[row].path),
-                "scores": {dim: f"{value:.4g}" for dim, value in collect_scores(job, row).items()},
-            }
-            for title, row in (("chosen", choice.winner), ("rejected", choice.loser))
-        ]
-        prompt = job.table.media[choice.winner].prompt
-        stage = f", stage {choice.stage}" if job.stages else ""
-        gap = f"{choice.dimension} gap {choice.gap:.4g}{stage}"
-        yield {"prompt": prompt, "gap": gap, "sides": sides}
-
-
-def make_thumbnail(path: str) -> str:
-    """Return a thumbnail of a file as a data URL, animated for a video.
-
-    The URL is empty if the file cannot be decoded.
-    """
+def make_thumbnail(medium: Media) -> str:
+    """Return a thumbnail as a data URL, animated for a video; "" if the file cannot be decoded."""
     try:
-        return data_address("webp", read_thumbnail(Media(path)))
+        return data_address("webp", read_thumbnail(medium))
     except MediaProblem:  # validation has read the header only
         return ""

@@ -1,10 +1,10 @@
 """Read a table of scores, and choose the pairs among the samples of one prompt."""
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -51,6 +51,16 @@ class ScoredMedium(NamedTuple):
     def name(self) -> str:
         """Record and number, for messages."""
         return f"record {self.record}, medium {self.number}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Paths of the references and the mask of its request."""
+        return self.references if self.mask is None else (*self.references, self.mask)
+
+    @property
+    def request(self) -> tuple[str, ...]:
+        """Prompt and `sources` of its request."""
+        return self.prompt, *self.sources
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
     media: list[ScoredMedium] = []
     scores: list[list[float]] = []
     fingerprints: dict[str, str] = {}
-    for row in chain([first], rows):
+    for row in itertools.chain([first], rows):
         fields = _fields(row)
         media.append(_medium(fields, root))
         scores.append([_score(fields, dim, row.where) for dim in dims])
@@ -248,36 +258,25 @@ class PairingRule:
         return scores @ torch.tensor(list(self.weights.values()), dtype=scores.dtype)
 
     def choose(
-        self,
-        rows: Int[Tensor, "K"],
-        scores: Float[Tensor, "K R"],
-        total: Float[Tensor, "K"],
+        self, rows: Int[Tensor, "K"], scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]
     ) -> list[PairChoice]:
         """Return the pairs of one prompt, from its rows of the table."""
-        compared = (
-            [(self.decides, total)]
-            if self.needs_all
-            else list(zip(self.weights, scores.unbind(1), strict=True))
-        )
-        found = [(dim, self.comparison.pairs(scores, by), by) for dim, by in compared]
-        return [
-            choice for dim, places, by in found for choice in self._widest(rows, dim, places, by)
-        ]
-
-    def _widest(
-        self,
-        rows: Int[Tensor, "K"],
-        dimension: str,
-        places: pairing.Positions,
-        by: Float[Tensor, "K"],
-    ) -> list[PairChoice]:
-        winner, loser = places
-        gap = by[winner] - by[loser]
-        if self.max_per_prompt is not None:
-            kept = pairing.select_widest(gap, self.max_per_prompt)
-            winner, loser, gap = winner[kept], loser[kept], gap[kept]
-        found = zip(rows[winner].tolist(), rows[loser].tolist(), gap.tolist(), strict=True)
-        return [PairChoice(i, j, dimension, size) for i, j, size in found]
+        named = zip(self.weights, scores.unbind(1), strict=True)
+        found = []
+        for dim, by in [(self.decides, total)] if self.needs_all else named:
+            winner, loser = self.comparison.pairs(scores, by)
+            gap = by[winner] - by[loser]
+            if self.max_per_prompt is not None:
+                kept = pairing.select_widest(gap, self.max_per_prompt)
+                winner, loser, gap = winner[kept], loser[kept], gap[kept]
+            found += map(
+                PairChoice,
+                rows[winner].tolist(),
+                rows[loser].tolist(),
+                itertools.repeat(dim),
+                gap.tolist(),
+            )
+        return found
 
 
 def assign_stages(choices: Sequence[PairChoice], count: int, by: str) -> list[PairChoice]:
