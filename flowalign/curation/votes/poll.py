@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flowalign.curation.votes.questions import Question, VoteTable
-from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.agreement import krippendorff_alpha
 from flowalign.utils.seeds import is_in_share
 
@@ -84,11 +83,9 @@ class Poll:
             mine = self._votes(annotator)
             asked = [row["question"] for row in mine]
             due = self._find_due(asked)
-            recent = set(asked[-_BETWEEN:])
-            early = [id for id in due if id in recent]
-            new = self._open_questions(asked, annotator)
-            late = [id for id in due if id not in recent]
-            left = [*late, *new, *early]
+            early = [id for id in due if id in asked[-_BETWEEN:]]
+            late = [id for id in due if id not in early]
+            left = [*late, *self._open_questions(asked, annotator), *early]
             if not left:
                 return None
             found = left[skip % len(left)]
@@ -116,7 +113,7 @@ class Poll:
             self.table.add(
                 {
                     "id": key,
-                    **self._columns(question),
+                    **self.table.describe(question),
                     self.settings.column: self._check(answers, len(question.candidates)),
                     "question": id,
                     "user_id": annotator,
@@ -154,24 +151,15 @@ class Poll:
 
     def _open_questions(self, asked: Sequence[str], annotator: str) -> list[str]:
         """Return open questions, those that another annotator currently sees last."""
-        voted: dict[str, int] = {}
-        for row in self.table.rows.values():
-            voted[row["question"]] = voted.get(row["question"], 0) + (not row["repeat"])
+        voted = Counter(row["question"] for row in self.table.rows.values() if not row["repeat"])
         enough, known = self.settings.annotators, set(asked)
-        found = [q for q in self.questions if q not in known and voted.get(q, 0) < enough]
+        found = [q for q in self.questions if q not in known and voted[q] < enough]
         return sorted(found, key=lambda q: self._shown.get(q, annotator) != annotator)
 
     def _find_due(self, asked: Sequence[str]) -> list[str]:
         """Return the questions that an annotator answered once and is asked again."""
         times = Counter(asked)
         return [id for id in asked if times[id] == 1 and id in self._repeated]
-
-    def _columns(self, question: Question) -> dict[str, Any]:
-        relative = self.table.relative
-        row = question.columns() | {"images": [relative(one) for one in question.candidates]}
-        if question.references:
-            row["references"] = [relative(one) for one in question.references]
-        return row | ({REQUEST_MASK: relative(question.mask)} if question.mask else {})
 
     def _check(self, answers: object, count: int) -> dict[str, list[int]]:
         """Return the answers of a vote by dimension; raise ValueError if they are no vote."""

@@ -25,7 +25,7 @@ from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional.pairing import beaten_share
 from flowalign.reports.records import read_json
 from flowalign.reports.samples import cut_grid
-from flowalign.utils.files import atomic_write, parse_json, sync_file
+from flowalign.utils.files import atomic_write, parse_json, sync_file, write_rows
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,6 @@ class Question:
     mask: Media | None = None
     """Inpainting mask of the request. None: no mask."""
 
-    def columns(self) -> dict[str, Any]:
-        """Return the columns of a table that describe the question, with paths of files."""
-        row = {"prompt": self.prompt, "images": [one.path for one in self.candidates]}
-        if self.references:
-            row["references"] = [one.path for one in self.references]
-        return row | ({REQUEST_MASK: self.mask.path} if self.mask else {})
-
 
 def make_questions(records: Iterable[Record], most: int) -> tuple[list[Question], list[str]]:
     """Return the questions with at most `most` candidates each, and the unusable samples.
@@ -58,10 +51,7 @@ def make_questions(records: Iterable[Record], most: int) -> tuple[list[Question]
     requests: dict[tuple[str, ...], Record] = {}
     problems, inspection = [], Inspection()
     for record in records:
-        stored = any(m.path is None for m in (*record.media, *record.references))
-        unusable = f"stored in the dataset: {record.id}" if stored else ""
-        unreadable = map(inspection.of_one, () if stored else record.media)
-        if problem := record.problem or unusable or next(filter(None, unreadable), ""):
+        if problem := record.problem or _find_problem(record, inspection):
             problems.append(problem)
             continue
         key = (record.id,) if len(record.media) > 1 else _request_key(record)
@@ -70,11 +60,21 @@ def make_questions(records: Iterable[Record], most: int) -> tuple[list[Question]
         groups.setdefault(key, []).extend(named)
     questions = []
     for key, candidates in groups.items():
+        record = requests[key]
         if len(candidates) < 2:
-            problems.append(f"no other sample of its prompt: {candidates[0][0].rpartition('#')[0]}")
+            problems.append(f"no other sample of its prompt: {record.id}")
             continue
-        questions += [_question(requests[key], part) for part in divide(candidates, most)]
+        for part in divide(candidates, most):
+            names, media = zip(*part, strict=True)
+            id = hash_names(record.prompt, names)
+            questions.append(Question(id, record.prompt, media, record.references, record.mask))
     return questions, problems
+
+
+def _find_problem(record: Record, inspection: Inspection) -> str:
+    if any(medium.path is None for medium in (*record.media, *record.references)):
+        return f"stored in the dataset: {record.id}"
+    return next(filter(None, map(inspection.of_one, record.media)), "")
 
 
 def divide(candidates: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
@@ -90,12 +90,6 @@ def divide(candidates: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
 def hash_names(prompt: str, names: Sequence[str]) -> str:
     """Return the id of a question."""
     return hashlib.sha256(json.dumps([prompt, *names]).encode()).hexdigest()[:12]
-
-
-def _question(record: Record, candidates: Sequence[tuple[str, Media]]) -> Question:
-    names, media = [name for name, _ in candidates], [medium for _, medium in candidates]
-    id = hash_names(record.prompt, names)
-    return Question(id, record.prompt, media, record.references, record.mask)
 
 
 def _request_key(record: Record) -> tuple[str, ...]:
@@ -123,19 +117,13 @@ def find_run_questions(run: Path, out: Path, most: int) -> list[Question]:
             _cut(folder, out, step, len(prompts), index.get("columns", 1))
     questions = []
     for i, prompt in enumerate(prompts):
-        source = folder / "sources" / f"{i:03}.png"
-        files = [
-            folder / f"step-{step:06}" / f"{i:03}.webp" if clips else out / _name(step, i)
-            for step in chosen
-        ]
-        questions.append(
-            Question(
-                hash_names(prompt, [str(step) for step in chosen]),
-                prompt,
-                [Media(str(file)) for file in files],
-                [Media(str(source))] if source.is_file() else [],
-            )
-        )
+        id, source = hash_names(prompt, [*map(str, chosen)]), folder / "sources" / f"{i:03}.png"
+        files = [out / _name(step, i) for step in chosen]
+        if clips:
+            files = [folder / f"step-{step:06}" / f"{i:03}.webp" for step in chosen]
+        media = [Media(str(file)) for file in files]
+        references = [Media(str(source))] if source.is_file() else []
+        questions.append(Question(id, prompt, media, references))
     return questions
 
 
@@ -206,14 +194,18 @@ class VoteTable:
         self._replace({key: row for key, row in self.rows.items() if key != id})
 
     def _replace(self, rows: dict[str, dict[str, Any]]) -> None:
-        with atomic_write(self.path) as partial:
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()]
-            partial.write_text("".join(lines), encoding="utf-8")
-            sync_file(partial)
+        write_rows(self.path, rows.values())
         sync_file(self.path.parent)
         self.rows, self._is_cut = rows, False
 
-    def relative(self, medium: Media) -> str:
+    def describe(self, question: Question) -> dict[str, Any]:
+        """Return the columns of a question, with paths of files."""
+        row = {"prompt": question.prompt, "images": [*map(self._relative, question.candidates)]}
+        if question.references:
+            row["references"] = [*map(self._relative, question.references)]
+        return row | ({REQUEST_MASK: self._relative(question.mask)} if question.mask else {})
+
+    def _relative(self, medium: Media) -> str:
         """Return the path of a file from the folder of the table, if both are in one folder."""
         path, folder = os.path.abspath(medium.path or ""), self.path.parent.absolute()
         near = Path(path).is_relative_to(folder.parent)
