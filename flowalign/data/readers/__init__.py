@@ -10,34 +10,14 @@ from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.published import PUBLISHED
 from flowalign.data.readers.published_edits import PUBLISHED_EDITS
-from flowalign.data.readers.schema import Fields, Schema
+from flowalign.data.readers.schema import Fields, Schema, split_names
 from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows, parse_columns
-from flowalign.data.readers.training_rows import (
-    CHOSEN_REJECTED,
-    DENSE_DPO,
-    GENERIC,
-    KTO,
-    LOCAL_DPO,
-    NAMES,
-)
+from flowalign.data.readers.training_rows import GENERIC, NAMES, TRAINING
 
 __all__ = ["SCHEMAS", "Columns", "Dataset", "Source", "open_dataset", "parse_columns"]
-SCHEMAS = {
-    schema.name: schema
-    for schema in (
-        GENERIC,
-        *PUBLISHED,
-        *PUBLISHED_EDITS,
-        CHOSEN_REJECTED,
-        LOCAL_DPO,
-        DENSE_DPO,
-        KTO,
-    )
-}
+SCHEMAS = {schema.name: schema for schema in (*TRAINING, *PUBLISHED, *PUBLISHED_EDITS)}
 _LOOKED_AT = 20
 """Number of first records that are searched for a prompt."""
-_TRAINING = (GENERIC, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO, KTO)
-"""Schemas with flowalign's own column names."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +90,14 @@ def open_dataset(
         raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"the folder of the media, {root!r}, does not exist")
-    own = {name for names in SCHEMAS[schema].columns for name in names} if schema != "auto" else ()
+    own = split_names(SCHEMAS[schema].columns) if schema != "auto" else ()
     rows = open_rows(source, columns, NAMES.union(own))
     there = rows.columns()
-    schemas = _TRAINING if columns else tuple(SCHEMAS.values())
+    schemas = TRAINING if columns else tuple(SCHEMAS.values())
     chosen = _detect(rows.name, there, schemas) if schema == "auto" else SCHEMAS[schema]
-    if not chosen.fits(there):
+    if chosen.missing(there):
         raise ValueError(
-            f"schema {chosen.name} needs the columns {chosen.needs()};\n"
+            f"schema {chosen.name} needs the columns {', '.join(chosen.missing())};\n"
             f"{rows.name} has {', '.join(sorted(there))}"
         )
     return Dataset(rows, Path(root) if root else rows.root, chosen)
@@ -148,8 +128,9 @@ def _detect(name: str, columns: frozenset[str], schemas: Sequence[Schema]) -> Sc
 
     A schema that needs all columns of another schema, and more, takes precedence over it.
     """
-    found = [schema for schema in schemas if schema.fits(columns)]
-    narrower = [s for s in found if any(set(s.columns) < set(other.columns) for other in found)]
+    found = [schema for schema in schemas if not schema.missing(columns)]
+    needed = [set(schema.missing()) for schema in found]
+    narrower = [schema for schema in found if any(set(schema.missing()) < one for one in needed)]
     published = [s for s in found if s is not GENERIC and s not in narrower]
     if len(published) > 1:
         names = ", ".join(schema.name for schema in published)

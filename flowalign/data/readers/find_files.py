@@ -1,7 +1,7 @@
 """Find the files of a dataset by path or pattern, and the reader of their format."""
 
 import glob
-import math
+import itertools
 import os
 import re
 from collections import Counter
@@ -45,8 +45,8 @@ _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files in which `datasets.save_to_disk` describes a dataset, or a dataset with splits."""
 _SAVE_AGAIN = "save the dataset again with save_to_disk"
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_MOST_FILES, _LONGEST_NUMBER = 100_000, 15
-"""Largest number of files that braces name, and of digits in a brace."""
+_MOST_FILES = 100_000
+"""Largest number of files that braces name."""
 _SPLIT = re.compile(r"(?i)(train|test|valid|val|dev|eval)(ing|ation|uation)?(?![a-z])")
 """Beginning of the names of files and folders with one split of a dataset."""
 _CAPTIONS = (".txt", ".TXT", ".caption")
@@ -68,10 +68,11 @@ def find_files(source: str) -> list[Path]:
         return _check_files(source, _find_in_folder(path))
     if path.exists() or path.is_symlink() or not re.search(r"[{*?\[]", source):
         return _check_files(source, [path])
-    count = math.prod(_count_names(inner) for inner in _BRACES.findall(source))
-    if not 0 < count <= _MOST_FILES:
+    names = list(itertools.islice(_expand_braces(source), _MOST_FILES + 1))
+    if not 0 < len(names) <= _MOST_FILES:
+        count = f"over {_MOST_FILES}" if names else "0"
         raise ValueError(f"{source!r:.200} names {count} files; from 1 to {_MOST_FILES} are read")
-    named = [found for name in _expand_braces(source) for found in _match_files(name)]
+    named = [found for name in names for found in _match_files(name)]
     return _check_files(source, [Path(name) for name in named])
 
 
@@ -169,28 +170,18 @@ def _report_unlisted(folder: Path, listing: Path, files: Iterable[Path]) -> None
         )
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    """Return the names of a pattern after brace expansion, as in a shell."""
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """Yield the names of a pattern after brace expansion, as in a shell."""
     if not (found := _BRACES.search(pattern)):
-        return [pattern]
+        yield pattern
+        return
+    inner: Iterable[str] = found[1].split(",")
     if numbers := _RANGE.match(found[1]):
         first, last = numbers.groups()
         width = max(len(first), len(last)) if "0" in (first[0], last[0]) else 0
-        inner = [f"{k:0{width}}" for k in range(int(first), int(last) + 1)]
-    else:
-        inner = found[1].split(",")
-    before, after = pattern[: found.start()], pattern[found.end() :]
-    return [name for middle in inner for name in _expand_braces(f"{before}{middle}{after}")]
-
-
-def _count_names(inner: str) -> int:
-    """Return the number of names that a brace with the content `inner` expands to."""
-    if not (numbers := _RANGE.match(inner)):
-        return inner.count(",") + 1
-    first, last = numbers.groups()
-    if max(len(first), len(last)) > _LONGEST_NUMBER:
-        return _MOST_FILES + 1
-    return max(int(last) - int(first) + 1, 0)
+        inner = (f"{k:0{width}}" for k in range(int(first), int(last) + 1))
+    for middle in inner:
+        yield from _expand_braces(pattern[: found.start()] + middle + pattern[found.end() :])
 
 
 def _match_files(name: str) -> list[str]:

@@ -9,7 +9,6 @@ from flowalign.data.readers.schema import (
     ColumnMap,
     Fields,
     Schema,
-    find_present,
     normalise_votes,
     parse_choice,
     parse_number,
@@ -19,7 +18,7 @@ from flowalign.data.readers.schema import (
 
 def _pick_a_pic(row: Fields, _: int) -> dict[str, Any]:
     labels = [row.number("label_0"), row.number("label_1")]
-    if row.row.fields.get("has_label") is False or None in labels:
+    if row.value("has_label") is False or None in labels:
         return {}
     picked = normalise_votes([label for label in labels if label is not None], "label_0, label_1")
     ranks = rank_values(-share for share in picked)
@@ -60,30 +59,29 @@ def _image_reward_db(rows: Sequence[Fields], _: str) -> Record:
     if any(row.text("prompt") != first.text("prompt") for row in rows):
         raise RowProblem("its prompt differs from other rows with its prompt_id")
     for dim, column in _RATINGS.items():
-        values = _all(rows, column)
-        if values is not None:
+        if values := _all(rows, column):
             ratings[dim] = values
     ranks = _all(rows, "rank")
     return Record(
-        str(first.row.fields["prompt_id"]),
+        str(first.value("prompt_id")),
         first.text("prompt"),
-        [row.medium(find_present(row, ("image", "image_path"))) for row in rows],
-        ranks={} if ranks is None else {"overall": rank_values(ranks)},
+        [row.medium("image|image_path") for row in rows],
+        ranks={"overall": rank_values(ranks)} if ranks else {},
         ratings=ratings,
         metadata={name: value for name, value in first.rest().items() if name in _SHARED},
     )
 
 
-def _all(rows: Sequence[Fields], column: str) -> list[float] | None:
-    """Return one number per image, or None if any is absent."""
-    values = [row.number(column) for row in rows]
-    return None if None in values else [value for value in values if value is not None]
+def _all(rows: Sequence[Fields], column: str) -> list[float]:
+    """Return one number per image; [] if any is absent."""
+    values = [value for row in rows if (value := row.number(column)) is not None]
+    return values if len(values) == len(rows) else []
 
 
 def _video_gen(row: Fields, _: int) -> dict[str, Any]:
     """Read the answers A, B, same or invalid per dimension; invalid counts as no answer."""
     ranks = {}
-    for dim in _DIMENSIONS:
+    for dim in _DIMENSIONS.split("|"):
         answer = row.text(dim)
         given = parse_choice(answer, ("A",), ("B",), ("same",))
         if given:
@@ -93,9 +91,8 @@ def _video_gen(row: Fields, _: int) -> dict[str, Any]:
     return {"ranks": ranks}
 
 
-_DIMENSIONS = ("VQ", "MQ", "TA", "Overall")
-_LEFT = ("left_image", "left_output_image", "left_video")
-_RIGHT = ("right_image", "right_output_image", "right_video")
+_DIMENSIONS = "VQ|MQ|TA|Overall"
+_SIDES = "left_image|left_output_image|left_video right_image|right_output_image|right_video"
 _BOTH_BAD = "bothbad_vote"
 
 
@@ -117,15 +114,14 @@ def _genai_bench(row: Fields, _: int) -> dict[str, Any]:
     }
 
 
-_MEDIUM = ("image", "video", "image_path", "video_path", "path")
-_FIRST = ("video1_path", "image1_path", "video1", "image1")
-_SECOND = ("video2_path", "image2_path", "video2", "image2")
+_MEDIUM = "image|video|image_path|video_path|path"
+_BOTH = "video1_path|image1_path|video1|image1 video2_path|image2_path|video2|image2"
 _ANSWERS = (("A", "1"), ("B", "2", "-1"), ("tie", "same", "0"))
 
 
 def _vision_reward(row: Fields, _: int) -> dict[str, Any]:
     """Read each entry of `annotation` as a rating; spaces in its name become underscores."""
-    annotation = row.row.fields["annotation"]
+    annotation = row.value("annotation")
     if not isinstance(annotation, Mapping):
         raise RowProblem("annotation is not a struct of numbers")
     ratings = {
@@ -139,62 +135,50 @@ def _vision_reward(row: Fields, _: int) -> dict[str, Any]:
 
 def _vision_reward_pair(row: Fields, _: int) -> dict[str, Any]:
     """Read `standard_answer`: 1 or A for the first; 2, -1 or B for the second; 0 or tie."""
-    answer = row.row.fields.get("standard_answer")
+    answer = row.value("standard_answer")
     ranks = None if answer is None else parse_choice(str(answer), *_ANSWERS)
     if answer is not None and ranks is None:
         raise RowProblem(f"standard_answer is {answer!r}; expected 1, 2, -1, 0, A, B or tie")
     return {"ranks": {"overall": ranks} if ranks else {}}
 
 
-_PICKED, _JPGS = ("label_0", "label_1"), (("jpg_0",), ("jpg_1",))
-_PATHS, _VIDEOS = (("path1",), ("path2",)), (("path_A",), ("path_B",))
 PUBLISHED = (
     Schema(
         "pick_a_pic",
-        (*_JPGS, ("label_0",), ("label_1",), ("caption",)),
-        ColumnMap(_JPGS, _pick_a_pic, _PICKED, ("caption",)),
+        "jpg_0 jpg_1 label_0 label_1 caption",
+        ColumnMap("jpg_0 jpg_1", _pick_a_pic, "label_0 label_1", "caption"),
     ),
     Schema(
         "hpd_v2_train",
-        (("human_preference",), ("file_path",)),
-        ColumnMap("file_path", _hpd_v2_train, ("human_preference",)),
+        "human_preference file_path",
+        ColumnMap("file_path", _hpd_v2_train, "human_preference", listed=True),
     ),
     Schema(
         "hpd_v2_test",
-        (("image_path",), ("rank",), ("raw_annotations",)),
-        ColumnMap("image_path", _hpd_v2_test),
+        "image_path rank raw_annotations",
+        ColumnMap("image_path", _hpd_v2_test, listed=True),
     ),
-    Schema("hpd_v3", (*_PATHS, ("prompt",)), ColumnMap(_PATHS, _hpd_v3, ("choice_dist",))),
-    Schema(
-        "image_reward_db",
-        (("prompt_id",), ("image", "image_path"), ("rank",)),
-        _image_reward_db,
-        "prompt_id",
-    ),
+    Schema("hpd_v3", "path1 path2 prompt", ColumnMap("path1 path2", _hpd_v3, "choice_dist")),
+    Schema("image_reward_db", "prompt_id image|image_path rank", _image_reward_db, "prompt_id"),
     Schema(
         "videogen_rewardbench",
-        (*_VIDEOS, _DIMENSIONS),
-        ColumnMap(_VIDEOS, _video_gen, _DIMENSIONS, fps=("fps_A", "fps_B")),
+        f"path_A path_B {_DIMENSIONS}",
+        ColumnMap("path_A path_B", _video_gen, _DIMENSIONS, fps="fps_A fps_B"),
     ),
     Schema(
         "genai_bench",
-        (_LEFT, _RIGHT, ("vote_type",)),
-        ColumnMap(
-            (_LEFT, _RIGHT),
-            _genai_bench,
-            ("source_image",),
-            ("prompt", "instruct_prompt", "target_prompt"),
-        ),
+        f"{_SIDES} vote_type",
+        ColumnMap(_SIDES, _genai_bench, "source_image", "prompt|instruct_prompt|target_prompt"),
     ),
     Schema(
         "vision_reward",
-        (("annotation",), _MEDIUM),
-        ColumnMap((_MEDIUM,), _vision_reward, ("internal_id", "annotation")),
+        f"annotation {_MEDIUM}",
+        ColumnMap(_MEDIUM, _vision_reward, "internal_id annotation"),
     ),
     Schema(
         "vision_reward_pairs",
-        (_FIRST, _SECOND, ("standard_answer",)),
-        ColumnMap((_FIRST, _SECOND), _vision_reward_pair, ("standard_answer",)),
+        f"{_BOTH} standard_answer",
+        ColumnMap(_BOTH, _vision_reward_pair, "standard_answer"),
     ),
 )
 """Schemas of datasets of images and videos."""

@@ -19,8 +19,7 @@ from flowalign.data.readers.formats import RowProblem
 from flowalign.data.readers.schema import ColumnMap, Fields, Schema, parse_choice
 
 _RATINGS = {"instruction": "dim1", "quality": "dim2", "overall": "overall"}
-_PATHS = ("path_src", "path1", "path2")
-_HUB = ("instruction", "source_image", "candidate_1", "candidate_2", "ranking", "comparison_type")
+_PATHS = "path_src path1 path2"
 _RANKING = re.compile(r"([A-Z](?:[<=>][A-Z])+)(?:=(good|bad))?", re.I)
 
 
@@ -47,7 +46,7 @@ def _read_pair(row: Fields, _: int) -> dict[str, Any]:
         both = [row.number(f"model{side}_{name}_score") for side in (1, 2)]
         if None not in both:
             ratings[dim] = [score for score in both if score is not None]
-    tie = row.row.fields.get("tie_case") is True
+    tie = row.value("tie_case") is True
     first, second = ratings.get("overall", [1.0, 0.0])
     if not tie and first < second:
         raise RowProblem(f"path2 has the higher overall score, {second:g} to {first:g}")
@@ -57,7 +56,7 @@ def _read_pair(row: Fields, _: int) -> dict[str, Any]:
 
 def _read_ranking(row: Fields, count: int) -> dict[str, Any]:
     """Read a row of the benchmark's files; the letters A, B, ... name the edits in order."""
-    vote = row.row.fields["human_vote"]
+    vote = row.value("human_vote")
     said = vote.get("ranking") if isinstance(vote, Mapping) else None
     if not isinstance(said, str):
         raise RowProblem("human_vote has no ranking")
@@ -94,7 +93,7 @@ def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
         [media[letter] for letter in sorted(media)],
         [first.medium("source_image")],
         {"overall": ranks},
-        metadata={k: v for k, v in first.rest(*_HUB).items() if k == "dataset"},
+        metadata={k: v for k, v in first.rest().items() if k == "dataset"},
         both_bad=_both_bad(first.text("ranking")),
     )
 
@@ -127,14 +126,14 @@ def _mmrb2(rows: Sequence[Fields], default_id: str) -> Record:
     ranks = parse_choice(chosen.upper(), ("A",), ("B",), ())
     if ranks is None:
         raise RowProblem(f"chosen is {chosen!r}; expected A or B")
-    used = [f"{side}_{part}" for side in ("prompt", *_SIDES) for part in ("text", "images")]
+    used = [f"{side}_text {side}_images" for side in ("prompt", *_SIDES)]
     return Record(
         row.text("pair_id") or row.text("id") or default_id,
         prompt,
         [_take_only(content(row, side)[1], side) for side in _SIDES],
         references,
         {"overall": ranks},
-        metadata=row.rest("id", "pair_id", "prompt_content", "chosen", *_SIDES, *used),
+        metadata=row.rest("id pair_id prompt_content chosen", *_SIDES, *used),
     )
 
 
@@ -149,14 +148,14 @@ def _take_only(media: Sequence[Media], side: str) -> Media:
 
 def _read_list(row: Fields, name: str) -> _Content:
     """Return texts and images of a list of [kind, content], the format of the benchmark's files."""
-    value = row.row.fields.get(name)
+    value = row.value(name)
     parts = value.get("response_content") if isinstance(value, Mapping) else None
-    parts = row.row.fields.get("prompt_content") if name == "prompt" else parts
+    parts = row.value("prompt_content") if name == "prompt" else parts
     if not isinstance(parts, list) or not all(map(_is_part, parts)):
         raise RowProblem(f"{name} is not a list of [text or image, content]")
     texts = [content for kind, content in parts if kind == "text"]
-    images = [row.of(content, f"an image of {name}") for kind, content in parts if kind == "image"]
-    return "\n".join(texts), images
+    images = [content for kind, content in parts if kind == "image"]
+    return "\n".join(texts), [row.to_medium(one, f"an image of {name}") for one in images]
 
 
 def _is_part(part: Any) -> bool:
@@ -166,36 +165,32 @@ def _is_part(part: Any) -> bool:
 def _read_columns(row: Fields, name: str) -> _Content:
     """Return text and images of the columns `name_text` and `name_images` of the Hub's table."""
     texts = [part for part in _IMAGE.split(row.text(f"{name}_text")) if part]
-    some = bool(row.row.fields.get(f"{name}_images"))  # text-to-image has an empty list
+    some = bool(row.value(f"{name}_images"))  # text-to-image has an empty list
     return "\n".join(texts), row.media(f"{name}_images") if some else []
 
 
 PUBLISHED_EDITS = (
     Schema(
         "edit_reward",
-        (("path_src",), ("path1",), ("path2",), ("prompt",)),
-        ColumnMap((("path1",), ("path2",)), _read_pair, _PATHS),
+        f"{_PATHS} prompt",
+        ColumnMap("path1 path2", _read_pair, _PATHS),
     ),
     Schema(
         "edit_reward_bench",
-        (("path_src",), ("paths_generated",), ("human_vote",)),
-        ColumnMap("paths_generated", _read_ranking, _PATHS),
+        "path_src paths_generated human_vote",
+        ColumnMap("paths_generated", _read_ranking, _PATHS, listed=True),
     ),
     Schema(
         "edit_reward_bench_pairs",
-        (("source_image",), ("candidate_1",), ("candidate_2",), ("ranking",)),
+        "source_image candidate_1 candidate_2 ranking",
         _read_pairwise,
         group="id",
         group_end="_",
     ),
     Schema(
         "mmrb2",
-        (
-            ("prompt_content", "prompt_text"),
-            ("response_a", "response_a_images"),
-            ("response_b", "response_b_images"),
-            ("chosen",),
-        ),
+        "prompt_content|prompt_text "
+        "response_a|response_a_images response_b|response_b_images chosen",
         _mmrb2,
     ),
 )

@@ -30,7 +30,10 @@ _PLAIN = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Fields:
-    """Columns of a row, read by name and type."""
+    """Columns of a row, read by name and type.
+
+    A name may have alternatives, as in `image|path`; the first one that is not null counts.
+    """
 
     row: Row
     root: Path
@@ -40,68 +43,94 @@ class Fields:
         """Return whether the row has this column; null counts as absent."""
         return self.row.fields.get(name) is not None
 
-    def text(self, name: str) -> str:
-        """Return a text; "" if absent."""
-        value = self.row.fields.get(name)
-        if isinstance(value, str) and len(value) > _LONGEST_TEXT:
-            raise RowProblem(f"{name} has {len(value)} characters; {_LONGEST_TEXT} are allowed")
-        if value is None or isinstance(value, str):
-            return value or ""
-        raise RowProblem(f"{name} is {value!r}, not text")
+    def find(self, names: str) -> str:
+        """Return the first alternative that the row has, also as null, or the first of all."""
+        options = names.split("|")
+        null = (name for name in options if name in self.row.fields)
+        return next((name for name in options if name in self), next(null, options[0]))
 
-    def number(self, name: str) -> float | None:
+    def value(self, names: str) -> Any:
+        """Return a value of any type; None if absent."""
+        return self.row.fields.get(self.find(names))
+
+    def text(self, names: str) -> str:
+        """Return a text; "" if absent."""
+        name = self.find(names)
+        value = self.row.fields.get(name, "")
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise RowProblem(f"{name} is {value!r}, not text")
+        if len(value) > _LONGEST_TEXT:
+            raise RowProblem(f"{name} has {len(value)} characters; {_LONGEST_TEXT} are allowed")
+        return value
+
+    def prompt(self, names: str) -> str:
+        """Return a text, or the user's turns of a conversation joined by newlines."""
+        value = self.value(names)
+        if not isinstance(value, list):
+            return self.text(names)
+        turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        if not turns:
+            name = self.find(names)
+            raise RowProblem(f"{name} is {value!r:.60}, neither text nor a conversation")
+        return "\n".join(str(turn.get("content", "")) for turn in turns)
+
+    def number(self, names: str) -> float | None:
         """Return a finite number, also parsed from text; None if absent."""
-        value = self.row.fields.get(name)
-        return None if value is None else parse_number(value, name)
+        name = self.find(names)
+        return parse_number(self.row.fields[name], name) if name in self else None
 
     def numbers(self, name: str, count: int) -> list[float] | None:
         """Return `count` finite numbers; None if absent."""
-        value = self.row.fields.get(name)
-        return None if value is None else parse_numbers(value, name, count)
+        return parse_numbers(self.value(name), name, count) if name in self else None
 
-    def medium(self, name: str, fps: float | None = None) -> Media:
+    def medium(self, names: str, fps: float | None = None) -> Media:
         """Return an image or video: a path, bytes, a struct of both, or a PIL image."""
-        return self._medium(self.row.fields.get(name), name, fps)
+        name = self.find(names)
+        return self.to_medium(self.row.fields.get(name), name, fps)
 
-    def media(self, name: str) -> list[Media]:
+    def media(self, names: str) -> list[Media]:
         """Return a list of at least one image or video."""
+        name = self.find(names)
         value = self.row.fields.get(name)
         if not isinstance(value, list | tuple) or not value:
             raise RowProblem(f"{name} is not a list of media")
-        return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
+        return [self.to_medium(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
-    def optional_media(self, name: str) -> list[Media]:
-        """Return a list of media; [] if absent."""
-        return self.media(name) if name in self else []
-
-    def request_mask(self) -> Media | None:
-        """Return the inpainting mask of the request, an image; None if absent."""
-        if REQUEST_MASK not in self:
-            return None
-        return replace(self.medium(REQUEST_MASK), background="black")
-
-    def of(self, value: Any, name: str) -> Media:
-        """Return an image or video from a value inside a column; messages call it `name`."""
-        return self._medium(value, name, None)
+    def request(self) -> dict[str, Any]:
+        """Return the references and the mask of the request as fields of `Record`."""
+        mask = None
+        if REQUEST_MASK in self:
+            mask = replace(self.medium(REQUEST_MASK), background="black")
+        references = self.media("references") if "references" in self else []
+        return {"references": references, "mask": mask}
 
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns except `used` that hold numbers, texts, lists or structs."""
+        names = set(split_names(*used))
         fields = self.row.fields.items()
-        shown = ((name, value) for name, value in fields if value is not None and name not in used)
+        shown = ((name, value) for name, value in fields if value is not None and name not in names)
         return {name: value for name, value in shown if _is_plain(value)}
 
-    def _medium(self, value: Any, name: str, fps: float | None) -> Media:
+    def to_medium(self, value: Any, name: str, fps: float | None = None) -> Media:
+        """Return an image or video from a value inside a column; messages call it `name`."""
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, Image.Image):
             return Media(data=_encode(value, name), fps=fps)
-        if isinstance(value, bytes) and value:
-            return Media(data=value, fps=fps)
         if value is None or (isinstance(value, str | bytes) and not value):
             raise RowProblem(f"{name} is missing")
+        if isinstance(value, bytes):
+            return Media(data=value, fps=fps)
         if not isinstance(value, str | os.PathLike):
             raise RowProblem(f"{name} must be a path, bytes or a PIL image, got {value!r:.60}")
         return Media(path=str(self.root / _parse_path(os.fspath(value), name)), fps=fps)
+
+
+def split_names(*names: str) -> list[str]:
+    """Return all names of columns that are separated by spaces, and their alternatives."""
+    return " ".join(names).replace("|", " ").split()
 
 
 def _parse_path(value: str, name: str) -> str:
@@ -180,8 +209,8 @@ class Schema:
     """Published format of a preference dataset."""
 
     name: str
-    columns: tuple[tuple[str, ...], ...]
-    """Required columns, each with its alternative names."""
+    columns: str
+    """Required columns, separated by spaces; `image|path` are alternative names."""
     record: Callable[[Sequence[Fields], str], Record]
     """Function that converts the rows of a group, and a default id, to a record."""
     group: str = ""
@@ -189,67 +218,40 @@ class Schema:
     group_end: str = ""
     """Separator that ends the group name in the column `group`; empty: the name is the value."""
 
-    def fits(self, columns: Set[str]) -> bool:
-        """Return whether all required columns are present."""
-        return not self.missing(columns)
-
-    def missing(self, columns: Set[str]) -> list[str]:
+    def missing(self, columns: Set[str] = frozenset()) -> list[str]:
         """Return the required columns that are absent, with their alternatives."""
-        return ["|".join(names) for names in self.columns if columns.isdisjoint(names)]
+        return [names for names in self.columns.split() if columns.isdisjoint(names.split("|"))]
 
     def group_of(self, row: Row) -> object:
         """Return the group name of a row, equal for all rows of one record."""
         value = row.fields.get(self.group, row.where)
         return str(value).partition(self.group_end)[0] if self.group_end else value
 
-    def needs(self) -> str:
-        """Return the required columns, with their alternatives, for messages."""
-        return ", ".join("|".join(names) for names in self.columns)
-
-
-def find_present(fields: Fields, names: Sequence[str]) -> str:
-    """Return the first of `names` that the row has, also as null, or `names[0]` if it has none."""
-    null = (name for name in names if name in fields.row.fields)
-    return next((name for name in names if name in fields), next(null, names[0]))
-
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Reader of records by their columns; columns without a meaning become metadata."""
+    """Reader of records by their columns, which are named as in `Schema.columns`.
 
-    media: tuple[tuple[str, ...], ...] | str
-    """Column of each item with its alternative names, or the name of one column with a list."""
+    Columns without a meaning become metadata.
+    """
+
+    media: str
+    """Column of each item; if `listed`, the one column with a list of all items."""
     answer: Callable[[Fields, int], Mapping[str, Any]]
     """Function that converts a row with a number of items to further fields of `Record`."""
-    used: tuple[str, ...] = ()
+    used: str = ""
     """Columns of the answer, which are not metadata."""
-    prompt: tuple[str, ...] = ("prompt",)
-    """Alternative columns of the prompt."""
-    fps: tuple[str, ...] = ("fps",)
+    prompt: str = "prompt"
+    """Column of the prompt."""
+    fps: str = "fps"
     """Column of the frame rate, or one for each item."""
+    listed: bool = False
 
     def __call__(self, rows: Sequence[Fields], default_id: str) -> Record:
         """Return the record of a row; raise RowProblem if it has no valid items or answer."""
-        row = rows[0]
-        if isinstance(self.media, str):
-            media, used = row.media(self.media), (self.media,)
-        else:
-            names = [find_present(row, names) for names in self.media]
-            rates = itertools.cycle([row.number(name) for name in self.fps])
-            media = [row.medium(name, fps) for name, fps in zip(names, rates, strict=False)]
-            used = tuple(itertools.chain.from_iterable(self.media))
+        row, columns = rows[0], self.media.split()
+        rates = itertools.cycle([row.number(name) for name in self.fps.split()])
+        media = row.media(self.media) if self.listed else [*map(row.medium, columns, rates)]
         fields: dict[str, Any] = {"id": default_id, **self.answer(row, len(media))}
-        metadata = row.rest(*self.prompt, *used, *self.used) | fields.pop("metadata", {})
-        prompt = read_prompt(row, find_present(row, self.prompt))
-        return Record(prompt=prompt, media=media, metadata=metadata, **fields)
-
-
-def read_prompt(row: Fields, name: str) -> str:
-    """Return a text, or the user's turns of a conversation joined by newlines."""
-    value = row.row.fields.get(name)
-    if not isinstance(value, list):
-        return row.text(name)
-    turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    if not turns:
-        raise RowProblem(f"{name} is {value!r:.60}, neither text nor a conversation")
-    return "\n".join(str(turn.get("content", "")) for turn in turns)
+        metadata = row.rest(self.prompt, self.media, self.used) | fields.pop("metadata", {})
+        return Record(prompt=row.prompt(self.prompt), media=media, metadata=metadata, **fields)

@@ -183,11 +183,11 @@ class ObjectRows(RowSource):
             yield from number_rows(Path(self.name), batches)
             return
         for number, fields in enumerate(content, 1):
+            row = Row(number, Path(self.name))
             if isinstance(fields, Mapping):
-                yield Row(number, Path(self.name), _to_plain(fields))
+                yield replace(row, fields=_to_plain(fields))
             else:
-                problem = f"is a {type(fields).__name__}, not a dictionary"
-                yield Row(number, Path(self.name), problem=problem)
+                yield replace(row, problem=f"is a {type(fields).__name__}, not a dictionary")
 
     @override
     def size(self) -> int | None:
@@ -250,27 +250,26 @@ class RenamedRows(RowSource):
     """Rows of another source under the names that flowalign reads."""
 
     def __init__(self, rows: RowSource, columns: Columns):
-        self.rows, self.name, self.root = rows, rows.name, rows.root
-        self.sources = {
-            name: [source] if isinstance(source, str) else [*source]
-            for name, source in columns.items()
+        self.rows, self.name, self.root, self.sources = rows, rows.name, rows.root, dict(columns)
+        self._used = {
+            source
+            for one in columns.values()
+            for source in ([one] if isinstance(one, str) else one)
         }
-        self._single = {name for name, source in columns.items() if isinstance(source, str)}
-        there, used = rows.columns(), set(itertools.chain.from_iterable(self.sources.values()))
-        if missing := sorted(used - there):
+        there = rows.columns()
+        if missing := sorted(self._used - there):
             raise ValueError(
                 f"{self.name} has no column {', '.join(map(repr, missing))}\n"
                 f"there are {', '.join(sorted(there))}"
             )
-        self._used = used
 
     @override
     def __iter__(self) -> Iterator[Row]:
         for row in self.rows:
             fields = {name: value for name, value in row.fields.items() if name not in self._used}
-            for name, sources in self.sources.items():
-                values = [row.fields.get(source) for source in sources]
-                fields[name] = values[0] if name in self._single else values
+            for name, source in self.sources.items():
+                find = row.fields.get
+                fields[name] = find(source) if isinstance(source, str) else [*map(find, source)]
             yield row if row.problem else replace(row, fields=fields)
 
     @override

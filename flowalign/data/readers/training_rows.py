@@ -10,36 +10,37 @@ from flowalign.data.readers.schema import (
     ColumnMap,
     Fields,
     Schema,
-    find_present,
     parse_number,
     parse_numbers,
+    split_names,
 )
 
-_PROMPT = ("prompt", "caption", "text")
-_LISTS = ("images", "videos")
-_SINGLE = ("image", "video", "path", "file_name")
-_USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes", "ratings")
+_PROMPT = "prompt|caption|text"
+_LISTS = "images|videos"
+_SINGLE = "image|video|path|file_name"
+_USED = f"{_PROMPT} {_LISTS} {_SINGLE} id fps references ranks votes ratings"
+_REQUEST = f"references {REQUEST_MASK}"
 
 
 def _generic(rows: Sequence[Fields], default_id: str) -> Record:
     row = rows[0]
-    name = find_present(row, (*_LISTS, *_SINGLE))
-    media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
+    name = row.find(f"{_LISTS}|{_SINGLE}")
+    is_list = name in _LISTS.split("|")
+    media = row.media(name) if is_list else [row.medium(name, row.number("fps"))]
     return Record(
         _identity(row) or default_id,
-        row.text(find_present(row, _PROMPT)),
+        row.text(_PROMPT),
         media,
-        references=row.optional_media("references"),
         ranks=_by_dimension(row, "ranks", len(media)),
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),
-        metadata=row.rest(*_USED, REQUEST_MASK),
-        mask=row.request_mask(),
+        metadata=row.rest(_USED, REQUEST_MASK),
+        **row.request(),
     )
 
 
 def _identity(row: Fields) -> str:
-    value = row.row.fields.get("id")
+    value = row.value("id")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None or isinstance(value, str | int):
@@ -49,7 +50,7 @@ def _identity(row: Fields) -> str:
 
 def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]]:
     """Read numbers per dimension from a mapping; a plain list has the dimension overall."""
-    value = row.row.fields.get(column)
+    value = row.value(column)
     if value is None:
         return {}
     if isinstance(value, list) and value and all(isinstance(one, tuple) for one in value):
@@ -62,26 +63,22 @@ def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]
     }
 
 
-_MEDIUM = ("image", "video", "completion")
+_MEDIUM = "image|video|completion"
 _THUMBS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 
 def _kto(row: Fields, _: int) -> dict[str, Any]:
     """Read a row; its label becomes `desirable` in the metadata unless it is not a boolean."""
-    desirable = _THUMBS.get(str(row.row.fields.get("label")).lower())
+    desirable = _THUMBS.get(str(row.value("label")).lower())
     metadata: dict[str, Any] = {} if desirable is None else {"desirable": desirable}
     if "weight_map" in row:
         metadata["weight_map"] = read_safetensors_path(row, "weight_map")
-    return {"metadata": metadata} | _request_of(row)
+    return {"metadata": metadata} | row.request()
 
 
-def _request_of(row: Fields) -> dict[str, Any]:
-    return {"references": row.optional_media("references"), "mask": row.request_mask()}
-
-
-_CHOSEN, _REJECTED = ("chosen", "img_win"), ("rejected", "img_lose")
-_SCORE = (("chosen_score", "win_score"), ("rejected_score", "lose_score"))
-_SCORES = ("scores_chosen", "scores_rejected")
+_PAIR = "chosen|img_win rejected|img_lose"
+_SCORE = "chosen_score|win_score rejected_score|lose_score"
+_SCORES = "scores_chosen scores_rejected"
 _LABELS = (-1, 0, 1)
 
 
@@ -91,30 +88,32 @@ def _chosen_rejected(row: Fields, _: int) -> dict[str, Any]:
     Further columns of the pair go into the metadata, see `read_pair_columns`.
     """
     dim = row.text("dimension") or "overall"
-    ratings = _ratings(row, dim)
+    ratings = _join_scores(row, _SCORES.split(), _SCORE.split(), dim)
     chosen, rejected = ratings.get(dim, [1.0, 0.0])
     ranks = {dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]}
     metadata = read_pair_columns(row)
-    return {"ranks": ranks, "ratings": ratings, "metadata": metadata} | _request_of(row)
+    return {"ranks": ranks, "ratings": ratings, "metadata": metadata} | row.request()
 
 
-def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
-    """Return the scores of the chosen and the rejected item, for the dimensions that both have."""
-    chosen, rejected = (read_scores(row, name) for name in _SCORES)
-    for side, names in zip((chosen, rejected), _SCORE, strict=True):
-        value = row.number(find_present(row, names))
-        if value is not None:
-            side[dim] = value
-    return {name: [chosen[name], rejected[name]] for name in chosen if name in rejected}
+def _join_scores(
+    row: Fields, structs: Sequence[str], numbers: Sequence[str], dim: str
+) -> dict[str, list[float]]:
+    """Return the scores of two items, for the dimensions that both have.
+
+    Each item has a struct of scores per dimension, and a number in the dimension `dim`.
+    """
+    first, second = (_read_scores(row, *both, dim) for both in zip(structs, numbers, strict=True))
+    return {name: [first[name], second[name]] for name in first if name in second}
 
 
-def read_scores(row: Fields, column: str) -> dict[str, float]:
-    """Read scores per dimension from a struct of numbers; null entries are skipped."""
-    value = row.row.fields.get(column)
-    if not isinstance(value, Mapping | None):
-        raise RowProblem(f"{column} is {value!r}, not a struct of numbers")
-    scores = (value or {}).items()
-    return {dim: parse_number(x, f"{column} of {dim}") for dim, x in scores if x is not None}
+def _read_scores(row: Fields, struct: str, number: str, dim: str) -> dict[str, float]:
+    found = row.value(struct)
+    if not isinstance(found, Mapping | None):
+        raise RowProblem(f"{struct} is {found!r}, not a struct of numbers")
+    named = {name: x for name, x in (found or {}).items() if x is not None}
+    scores = {name: parse_number(x, f"{struct} of {name}") for name, x in named.items()}
+    own = row.number(number)
+    return scores if own is None else scores | {dim: own}
 
 
 def read_pair_columns(row: Fields) -> dict[str, Any]:
@@ -127,9 +126,9 @@ def read_pair_columns(row: Fields) -> dict[str, Any]:
     if found.get("weight", 0.0) < 0:
         raise RowProblem(f"weight is {found['weight']:g}; it must be at least 0")
     if "stage" in row:
-        found["stage"] = _parse_whole(row.row.fields["stage"], "stage")
+        found["stage"] = _parse_whole(row.value("stage"), "stage")
     if "segments" in row:
-        found["segments"] = _segments(row.row.fields["segments"])
+        found["segments"] = _segments(row.value("segments"))
     for name in ("mask", "mask_rejected", "weight_map_chosen", "weight_map_rejected"):
         if name in row:
             found[name] = read_safetensors_path(row, name)
@@ -170,10 +169,9 @@ def read_safetensors_path(row: Fields, name: str) -> str:
     return str(row.root / value)
 
 
-_CAPTION = ("caption", "gen_caption", "prompt")
-_POSITIVE = ("positive", "positive_video", "pos_video_path")
-_NEGATIVE = ("negative", "negative_video", "neg_video_path")
-_STRENGTH = ("strength", "yita")
+_CAPTION = "caption|gen_caption|prompt"
+_CLIPS = "positive|positive_video|pos_video_path negative|negative_video|neg_video_path"
+_STRENGTH = "strength|yita"
 
 
 def emphasis(strength: float) -> float:
@@ -186,7 +184,7 @@ def emphasis(strength: float) -> float:
 
 def _local_dpo(row: Fields, _: int) -> dict[str, Any]:
     """Read a row; further columns become metadata, and the noise level becomes `strength`."""
-    strength = row.number(find_present(row, _STRENGTH))
+    strength = row.number(_STRENGTH)
     if strength is not None and not (emphasis(strength) > 0 and strength <= 1):
         raise RowProblem(f"strength is {strength:g}; it is a noise level above 0.6, at most 1")
     metadata = read_pair_columns(row) | {"mask": read_safetensors_path(row, "mask")}
@@ -194,9 +192,8 @@ def _local_dpo(row: Fields, _: int) -> dict[str, Any]:
     return {"ranks": {"overall": [1.0, 2.0]}, "metadata": metadata}
 
 
-_SIDES = {"a": ("a", "a_video"), "b": ("b", "b_video")}
-_SCORE_OF = {"a": "score_a", "b": "score_b"}
-_SCORES_OF = {"a": "scores_a", "b": "scores_b"}
+_SIDES = "a|a_video b|b_video"
+_SCORES_OF = "scores_a scores_b"
 
 
 def _dense_dpo(rows: Sequence[Fields], default_id: str) -> Record:
@@ -210,59 +207,44 @@ def _dense_dpo(rows: Sequence[Fields], default_id: str) -> Record:
     found = read_pair_columns(row)
     if not found.get("segments"):
         raise RowProblem("segments is missing")
-    score = {side: row.number(name) for side, name in _SCORE_OF.items()}
+    score = {side: row.number(f"score_{side}") for side in "ab"}
     frames = sum((s["stop"] - s["start"]) * s["label"] for s in found["segments"])
     if score["a"] is None or score["b"] is None or score["a"] == score["b"]:
         dim, a_wins = "segments", frames >= 0
     else:
         dim, a_wins = "overall", score["a"] > score["b"]
-    better, worse = "ab" if a_wins else "ba"
+    order = "ab" if a_wins else "ba"
     sign = 1 if a_wins else -1
     segments = [segment | {"label": sign * segment["label"]} for segment in found["segments"]]
-    used = [name for part in (_SIDES.values(), [_PROMPT]) for names in part for name in names]
+    structs, numbers = [f"scores_{side}" for side in order], [f"score_{side}" for side in order]
     return Record(
         default_id,
-        row.text(find_present(row, _PROMPT)),
-        [
-            row.medium(find_present(row, _SIDES[side]), row.number("fps"))
-            for side in (better, worse)
-        ],
+        row.text(_PROMPT),
+        [row.medium(f"{side}|{side}_video", row.number("fps")) for side in order],
         ranks={dim: [1.0, 2.0]},
-        ratings=_score_copies(row, score, (better, worse)),
-        metadata=row.rest(*used, *_SCORES_OF.values()) | found | {"segments": segments},
+        ratings=_join_scores(row, structs, numbers, "overall"),
+        metadata=row.rest(_SIDES, _PROMPT, _SCORES_OF) | found | {"segments": segments},
     )
 
 
-def _score_copies(
-    row: Fields, score: Mapping[str, float | None], order: Sequence[str]
-) -> dict[str, list[float]]:
-    """Return the scores of both copies, in `order`, for the dimensions that both have."""
-    known = [read_scores(row, _SCORES_OF[side]) for side in order]
-    for side, found in zip(order, known, strict=True):
-        if (value := score[side]) is not None:
-            found["overall"] = value
-    first, second = known
-    return {dim: [first[dim], second[dim]] for dim in first if dim in second}
-
-
-GENERIC = Schema("generic", ((*_LISTS, *_SINGLE),), _generic)
-_REQUEST = ("references", REQUEST_MASK)
-KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), ColumnMap((_MEDIUM,), _kto, _REQUEST, _PROMPT))
+GENERIC = Schema("generic", f"{_LISTS}|{_SINGLE}", _generic)
+KTO = Schema("kto", f"{_PROMPT} {_MEDIUM} label", ColumnMap(_MEDIUM, _kto, _REQUEST, _PROMPT))
 CHOSEN_REJECTED = Schema(
     "chosen_rejected",
-    (_CHOSEN, _REJECTED, _PROMPT),
-    ColumnMap((_CHOSEN, _REJECTED), _chosen_rejected, (*_SCORES, *_REQUEST), _PROMPT),
+    f"{_PAIR} {_PROMPT}",
+    ColumnMap(_PAIR, _chosen_rejected, f"{_SCORES} {_REQUEST}", _PROMPT),
 )
 LOCAL_DPO = Schema(
-    "local_dpo",
-    (_POSITIVE, _NEGATIVE, ("mask",), _CAPTION),
-    ColumnMap((_POSITIVE, _NEGATIVE), _local_dpo, _STRENGTH, _CAPTION),
+    "local_dpo", f"{_CLIPS} mask {_CAPTION}", ColumnMap(_CLIPS, _local_dpo, _STRENGTH, _CAPTION)
 )
-DENSE_DPO = Schema("dense_dpo", (*_SIDES.values(), ("segments",), _PROMPT), _dense_dpo)
+DENSE_DPO = Schema("dense_dpo", f"{_SIDES} segments {_PROMPT}", _dense_dpo)
 
+TRAINING = (GENERIC, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO, KTO)
+"""Schemas with flowalign's own column names."""
 _MAPS = "weight_map mask mask_rejected weight_map_chosen weight_map_rejected request_mask"
 _OF_ROWS = "label user_id dimension gap weight stage segments values_chosen values_rejected"
-_NAMED = (_USED, _MEDIUM, _CHOSEN, _REJECTED, *_SCORE, _SCORES, _CAPTION, _POSITIVE, _NEGATIVE)
-_NAMED += (_STRENGTH, *_SIDES.values(), _SCORE_OF.values(), _SCORES_OF.values())
-NAMES = frozenset((*_MAPS.split(), *_OF_ROWS.split(), *(name for part in _NAMED for name in part)))
+_OF_SIDES = f"{_SCORE} {_SCORES} {_STRENGTH} score_a score_b {_SCORES_OF}"
+NAMES = frozenset(
+    split_names(*(one.columns for one in TRAINING), _USED, _OF_SIDES, _MAPS, _OF_ROWS)
+)
 """Columns that these schemas read."""
