@@ -1,6 +1,5 @@
 """Choose the examples of every step, and build batches in a thread before their step."""
 
-import random
 import time
 from bisect import bisect_right
 from collections import deque
@@ -8,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
+
+from flowalign.utils.seeds import shuffle
 
 
 class EpochSampler:
@@ -27,24 +28,16 @@ class EpochSampler:
         """Return the indices of the examples of a step."""
         start = self.starts[bisect_right(self.starts, step) - 1]
         available = self._available(start)
-        first, count = (step - start) * size, len(available)
-        return [available[_at(self.seed, start, count, n)] for n in range(first, first + size)]
+        first, found = (step - start) * size, []
+        for n in range(first, first + size):
+            epoch, offset = divmod(n, len(available))
+            order = shuffle(f"{self.seed}:{start}:{epoch}", len(available))
+            found.append(available[order[offset]])
+        return found
 
     @lru_cache(maxsize=2)  # noqa: B019 (one order per run)
     def _available(self, start: int) -> list[int]:
         return [i for i, since in enumerate(self.since) if since <= start]
-
-
-def _at(seed: int, start: int, count: int, position: int) -> int:
-    epoch, offset = divmod(position, count)
-    return _order(seed, start, epoch, count)[offset]
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, start: int, epoch: int, count: int) -> list[int]:
-    order = list(range(count))
-    random.Random(f"{seed}:{start}:{epoch}").shuffle(order)
-    return order
 
 
 T = TypeVar("T")

@@ -8,12 +8,12 @@ rewards.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
-import random
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +34,7 @@ from flowalign.data.readers.sources import (
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled, parse_json
 from flowalign.utils.live_objects import find_object
+from flowalign.utils.seeds import shuffle
 
 _REFERENCES = ("image", "images", "references")
 """Alternative fields for the images or clips of a row."""
@@ -59,15 +60,8 @@ class Requests:
 
     def _at(self, position: int) -> Request:
         epoch, offset = divmod(position, len(self.all))
-        request = self.all[_shuffle(self.seed, epoch, len(self.all))[offset]]
+        request = self.all[shuffle(f"{self.seed}:{epoch}", len(self.all))[offset]]
         return self.conditioning.for_rollout(request, position) if self.conditioning else request
-
-
-@lru_cache(maxsize=4)
-def _shuffle(seed: int, epoch: int, num_requests: int) -> list[int]:
-    order = list(range(num_requests))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order
 
 
 def read_requests(source: Source, columns: Columns | None = None) -> list[Request]:
@@ -98,9 +92,9 @@ def read_located_requests(
     if path is not None and not columns and not path.startswith("hub:"):
         return _read_file(path)
     if path is None and not columns and isinstance(source, Sequence):
-        prompts = [_read_prompt(i, entry) for i, entry in enumerate(source)]
-        if prompts and None not in prompts:
-            return [entry for entry in prompts if entry is not None]
+        prompts = [*filter(None, map(_read_prompt, itertools.count(), source))]
+        if prompts and len(prompts) == len(source):
+            return prompts
     return _read_rows(open_rows(source, columns))
 
 
@@ -143,34 +137,17 @@ def _read_file(path: str) -> list[tuple[str, Request]]:
             f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
         )
     stamp = (file.stat().st_mtime_ns, file.stat().st_size)
-    if kind in _TEXTS:
-        return [*_read_text(path, file, stamp)]
-    rows = _read_json_lines(path, file, stamp)
-    return [(where, _parse_request(row, file.parent, where)) for where, row in rows]
+    return _make_requests(_read_lines(path, file, stamp), file.parent)
 
 
 @lru_cache(maxsize=8)
-def _read_text(
+def _read_lines(
     path: str,
     file: Path,
     stamp: tuple[int, int],  # noqa: ARG001 (a changed file is read again)
-) -> tuple[tuple[str, Request], ...]:
-    """Return the prompts of a text file, which checks, plans and loops of a run read in turn."""
-    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
-    if _is_object(lines[0][1]):
-        raise ValueError(f"{path}:{lines[0][0]} is a JSON object: rename the file to .jsonl")
-    return tuple(_parse_requests(lines, path, file.parent, is_jsonl=False))
-
-
-@lru_cache(maxsize=8)
-def _read_json_lines(
-    path: str,
-    file: Path,
-    stamp: tuple[int, int],  # noqa: ARG001 (a changed file is read again)
-) -> tuple[tuple[str, Any], ...]:
-    """Return the rows of a JSONL file; references may change, so no requests."""
-    lines = _split_lines(_decode_text(file.read_bytes(), path), path)
-    return tuple((f"{path}:{n}", _parse_json(line, f"{path}:{n}")) for n, line in lines)
+) -> Sequence[tuple[str, Any]]:
+    """Return the lines of a file, which checks, plans and loops of a run read in turn."""
+    return _parse_lines(file.read_bytes(), path, is_jsonl=file.suffix.lower() in _LINES)
 
 
 def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
@@ -187,9 +164,7 @@ def read_located_requests_once(source: str) -> list[tuple[str, Request]]:
     if not (source == "-" or device or path.is_fifo()):
         return read_located_requests(source)
     with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else path.open("rb") as stream:
-        text = _decode_text(stream.read(), source)
-    lines = _split_lines(text, source)
-    return _parse_requests(lines, source, Path(), is_jsonl=_is_object(lines[0][1]))
+        return _make_requests(_parse_lines(stream.read(), source, is_jsonl=None), Path())
 
 
 def locate_prompts(option: str, prompts: Sequence[str]) -> list[tuple[str, Request]]:
@@ -202,13 +177,6 @@ def hash_requests(requests: Sequence[Request]) -> str:
     plain = not any(request.references or request.mask for request in requests)
     inputs = [request.prompt if plain else request.input_digest.hex() for request in requests]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
-
-
-def _decode_text(content: bytes, path: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
 
 
 def _read_rows(rows: RowSource) -> list[tuple[str, Request]]:
@@ -225,53 +193,57 @@ def _read_rows(rows: RowSource) -> list[tuple[str, Request]]:
     return found
 
 
-def _split_lines(text: str, path: str) -> list[tuple[int, str]]:
-    """Return the non-blank lines with their numbers.
+def _parse_lines(content: bytes, path: str, is_jsonl: bool | None) -> list[tuple[str, Any]]:
+    """Return the request of each line of a text, or the value of each line of JSONL.
 
-    Only line feeds end lines: prompts may contain characters such as U+2028.
+    Only line feeds end lines: prompts may contain characters such as U+2028. With `is_jsonl` None,
+    the first line decides. Files of references may change, so values of JSONL are no requests yet.
     """
-    lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1)]
-    if not (lines := [(n, line) for n, line in lines if line]):
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+    lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(text.split("\n"), 1)]
+    if not (lines := [(where, line) for where, line in lines if line]):
         raise ValueError(f"prompts file {path!r} holds no prompt")
-    return lines
+    if not is_jsonl and _is_object(lines[0][1]):
+        if is_jsonl is False:
+            raise ValueError(f"{lines[0][0]} is a JSON object: rename the file to .jsonl")
+        is_jsonl = True
+    if is_jsonl:
+        return [(where, _parse_json(line, where)) for where, line in lines]
+    return [(where, Request(line)) for where, line in lines]
 
 
-def _parse_requests(
-    lines: Sequence[tuple[int, str]], path: str, folder: Path, is_jsonl: bool
-) -> list[tuple[str, Request]]:
-    if not is_jsonl:
-        return [(f"{path}:{n}", Request(line)) for n, line in lines]
-    rows = [(f"{path}:{n}", line) for n, line in lines]
+def _make_requests(lines: Iterable[tuple[str, Any]], folder: Path) -> list[tuple[str, Request]]:
+    """Return the requests of the lines of a file in `folder`."""
     return [
-        (where, _parse_request(_parse_json(line, where), folder, where)) for where, line in rows
+        (where, row if isinstance(row, Request) else _parse_request(row, folder, where))
+        for where, row in lines
     ]
 
 
 def _parse_request(row: Any, folder: Path, where: str) -> Request:
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    fields = row if isinstance(row, dict) else {}
+    prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        texts = (
-            [name for name in row if isinstance(row[name], str)] if isinstance(row, dict) else []
-        )
+        texts = [name for name, value in fields.items() if isinstance(value, str)]
         name = re.split(r"(?: row |:)\d+$", where)[0]
         hint = f"\nname the column of the prompts, such as {name}:{texts[0]}" if texts else ""
         raise ValueError(
             f"{where}: expected an object with a text field 'prompt', got {row!s:.60}{hint}"
         )
-    named = [name for name in _REFERENCES if name in row]
-    if len(named) > 1:
-        raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
-    references = _open_references(row, named[0], folder, where) if named else []
-    masked = [name for name in _MASKS if name in row]
-    masks = _open_references(row, masked[0], folder, where, "black") if masked else []
-    if len(masks) > 1 or len(masked) > 1:
-        raise ValueError(f"{where}: mask must be one path, got {max(len(masks), len(masked))}")
-    return Request(
-        prompt,
-        tuple(references),
-        masks[0] if masks else None,
-        {name: value for name, value in row.items() if name not in ("prompt", *masked, *named)},
-    )
+    named, masked = ([n for n in names if n in fields] for names in (_REFERENCES, _MASKS))
+    for names in (named, masked):
+        if len(names) > 1:
+            raise ValueError(f"{where}: give one of {' and '.join(names)}, not both")
+    references = [one for n in named for one in _open_references(row, n, folder, where)]
+    masks = [one for n in masked for one in _open_references(row, n, folder, where, "black")]
+    if len(masks) > 1:
+        raise ValueError(f"{where}: mask must be one path, got {len(masks)}")
+    used = ("prompt", *masked, *named)
+    metadata = {name: value for name, value in fields.items() if name not in used}
+    return Request(prompt, tuple(references), masks[0] if masks else None, metadata)
 
 
 def _open_references(

@@ -6,6 +6,9 @@ cover the order of the data, so a run restored by it differed from an uninterrup
 """
 
 import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -15,6 +18,14 @@ def generator(seed: int, purpose: str, *index: int) -> torch.Generator:
     key = ":".join([str(seed), purpose, *map(str, index)])
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@lru_cache(maxsize=8)
+def shuffle(key: str, count: int) -> Sequence[int]:
+    """Return the numbers below `count` in a random order that depends on `key`."""
+    order = list(range(count))
+    random.Random(key).shuffle(order)
+    return order
 
 
 def is_in_share(text: str, share: float, seed: int) -> bool:
