@@ -182,7 +182,7 @@ def test_images_that_a_listing_does_not_name_are_counted_and_two_listings_refuse
 
 @pytest.mark.parametrize("braces", ["{0..1000000000}", "{0..999}{000..999}", "{9..1}", "{0..%s}"])
 def test_braces_of_too_many_or_no_files_are_refused(tmp_path, braces):
-    with pytest.raises(ValueError, match="names (0|over 100000) files; from 1 to 100000 are read"):
+    with pytest.raises(ValueError, match=r"names (0|over 100000) files; from 1 to 100000 are read"):
         open_dataset(f"{tmp_path}/{braces.replace('%s', '9' * 99)}.tar")
 
 

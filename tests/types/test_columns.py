@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowalign.credit import Branch, Gain, ProcessOutcome
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.collate import BatchFields, Collator
+from flowalign.data.preference.collate import Collator
 from flowalign.data.preference.preference_data import Media, Pair, Sample, Segment
 from flowalign.extra import OmniNFT, SpanGRPO
 from flowalign.losses import (
@@ -130,7 +130,7 @@ def of_maps(folder: Path) -> Iterator[Batch]:
     texts.prepare(plain_requests(["p"]))
     sides = Sample("p", Media("a"), weight_map=file), Sample("p", Media("b"))
     pairs = [Pair(*sides, segments=[Segment(0, 2, -1)], mask=file), Pair(*sides)]
-    yield Collator(Ready(), texts, BatchFields.of(pairs)).build(pairs)
+    yield Collator(Ready(), texts, pairs).build(pairs)
 
 
 def of_scored_groups(folder: Path) -> Iterator[Batch]:

@@ -1,7 +1,6 @@
 """Collate pairs or samples into a `Batch`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,62 +12,50 @@ from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.preference_data import (
     Example,
     Pair,
-    Sample,
     clear_prompt,
     requests_of,
     samples_of,
 )
 from flowalign.functional.resizing import average_on_grid, normalise_mean
-from flowalign.types import Batch, Cond
+from flowalign.types import Batch
 from flowalign.types.batch import Values
 
-
-@dataclass(frozen=True)
-class BatchFields:
-    """Optional fields of the batches of a dataset; present if any pair or sample has them."""
-
-    segments: bool
-    masks: bool
-    weight_maps: bool
-    targets: bool
-    users: bool
-    scores: Sequence[str]
-    """Names of the scored dimensions, sorted."""
-
-    @classmethod
-    def of(cls, examples: Sequence[Example]) -> "BatchFields":
-        """Collect the fields of a whole dataset, because a single batch may lack some of them."""
-        pairs = [example for example in examples if isinstance(example, Pair)]
-        samples = [sample for example in examples for sample in samples_of(example)]
-        return cls(
-            any(pair.segments for pair in pairs),
-            any(pair.mask for pair in pairs),
-            any(sample.weight_map for sample in samples),
-            any(pair.targets for pair in pairs),
-            any(example.user for example in examples),
-            sorted({dimension for sample in samples for dimension in sample.scores}),
-        )
-
-    def check(self, needs: Set[str], path: str) -> None:
-        """Raise ValueError if a loss needs segments, masks or scores that no row has."""
-        for column, label, present in (
-            ("segments", "segments", self.segments),
-            ("region", "masks", self.masks),
-            ("scores", "scores", self.scores),
-        ):
-            if column in needs and not present:
-                raise ValueError(f"recipe.loss needs {label}; no row of {path} has any")
+_REQUIRED = {"segments": "segments", "region": "masks", "scores": "scores"}
+"""Columns that a loss may need, with the words for them in a dataset."""
 
 
 class Collator:
     """Collator of cached latents and embeddings into a `Batch`.
 
-    If only some rows have an optional field, the remaining rows get a neutral default: segments
-    that prefer the winner, masks and weight maps of 1, NaN scores, empty users.
+    A batch has the optional columns that any of `examples` has, the whole dataset. Rows without
+    one get a neutral default: segments that prefer the winner, masks and weight maps of 1, NaN
+    scores, empty users.
     """
 
-    def __init__(self, latents: LatentCache, texts: PromptEmbeddingCache, fields: BatchFields):
-        self.latents, self.texts, self.fields = latents, texts, fields
+    def __init__(
+        self, latents: LatentCache, texts: PromptEmbeddingCache, examples: Sequence[Example]
+    ):
+        self.latents, self.texts = latents, texts
+        pairs = [example for example in examples if isinstance(example, Pair)]
+        samples = [sample for example in examples for sample in samples_of(example)]
+        self.dims = sorted({dimension for sample in samples for dimension in sample.scores})
+        """Names of the scored dimensions."""
+        optional = {
+            "segments": any(pair.segments for pair in pairs),
+            "region": any(pair.mask for pair in pairs),
+            "target_cond": any(pair.targets for pair in pairs),
+            "weight_map": any(sample.weight_map for sample in samples),
+            "user": any(example.user for example in examples),
+            "scores": bool(self.dims),
+        }
+        self.has = {name for name, present in optional.items() if present}
+        """Optional columns of the batches."""
+
+    def check(self, needs: Set[str], path: str) -> None:
+        """Raise ValueError if a loss needs segments, masks or scores that no row has."""
+        for column, label in _REQUIRED.items():
+            if column in needs - self.has:
+                raise ValueError(f"recipe.loss needs {label}; no row of {path} has any")
 
     def build(
         self,
@@ -86,59 +73,51 @@ class Collator:
         samples = [
             sample for side in zip(*map(samples_of, examples), strict=True) for sample in side
         ]
-        sides, has = len(samples) // len(examples), self.fields
-        mirrored = [*(flips or [False] * len(examples))] * sides
-        drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
+        sides = len(samples) // len(examples)
+        none = [False] * len(examples)
+        mirrored = [*(flips or none)] * sides
         asked = [
             clear_prompt(sample.request) if drop else sample.request
-            for sample, drop in zip(samples, drop_prompt, strict=True)
+            for sample, drop in zip(samples, [*(drop_prompt or none)] * sides, strict=True)
         ]
         latents = self.latents.read([sample.media for sample in samples], mirrored)
-        labels = (
-            [True] * len(pairs) + [False] * len(pairs)
-            if pairs
-            else [sample.desirable is not False for sample in samples]
-        )
-        rows = Batch(
-            {
-                "latents": latents,
-                "cond": self.texts.read(asked),
-                "weight": torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
-                "desirable": torch.tensor(labels),
-            }
-        )
-        columns = self._of_pairs(pairs, latents, mirrored) if pairs else {}
-        if has.scores:
-            columns["scores"] = _scores(samples, has.scores)
-        if has.weight_maps:
-            columns["weight_map"] = _weight_maps(samples, latents, mirrored)
-        if has.users:
-            columns["user"] = tuple(_users(examples, drop_user) * sides)
-        return rows.with_columns(**columns)
+        won = [True] * len(pairs) + [False] * len(pairs)
+        columns: dict[str, Values] = {
+            "latents": latents,
+            "cond": self.texts.read(asked),
+            "weight": torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
+            "desirable": torch.tensor(won or [one.desirable is not False for one in samples]),
+        }
+        if pairs:
+            columns |= self._of_pairs(pairs, latents, mirrored)
+        if "scores" in self.has:
+            scores = [[sample.scores.get(d, torch.nan) for sample in samples] for d in self.dims]
+            columns["scores"] = dict(zip(self.dims, map(torch.tensor, scores), strict=True))
+        if "weight_map" in self.has:
+            maps = _read_maps([sample.weight_map for sample in samples], latents, mirrored)
+            columns["weight_map"] = normalise_mean(maps)
+        if "user" in self.has:
+            dropped = zip(examples, drop_user or none, strict=True)
+            columns["user"] = tuple(["" if drop else one.user for one, drop in dropped] * sides)
+        return Batch(columns)
 
     def _of_pairs(
         self, pairs: Sequence[Pair], latents: Tensor, mirrored: Sequence[bool]
     ) -> dict[str, Values]:
         """Return the columns that only pairs have."""
-        has, columns = self.fields, dict[str, Values](pair=torch.arange(len(pairs)).repeat(2))
-        if has.segments:
+        columns = dict[str, Values](pair=torch.arange(len(pairs)).repeat(2))
+        if "segments" in self.has:
             columns["segments"] = _segments(pairs, latents)
-        if has.masks:
-            columns["region"] = _maps(_masks(pairs), latents, mirrored)
+        if "region" in self.has:
+            masks = [p.mask for p in pairs] + [p.mask_rejected or p.mask for p in pairs]
+            columns["region"] = _read_maps(masks, latents, mirrored)
             columns["region_strength"] = torch.tensor([p.mask_strength for p in pairs] * 2)
-        if has.targets:
-            columns["target_cond"] = self._target_cond(pairs)
+        if "target_cond" in self.has:
+            targets = [requests_of(pair)[1:] for pair in pairs if pair.targets]
+            assert len(targets) == len(pairs), "some pairs are matched to a teacher, others to data"
+            good, bad = zip(*targets, strict=True)
+            columns["target_cond"] = self.texts.read([*good, *bad])
         return columns
-
-    def _target_cond(self, pairs: Sequence[Pair]) -> Cond:
-        """Read the target conditioning of the winners, then of the losers."""
-        targets = [requests_of(pair)[1:] for pair in pairs if pair.targets]
-        assert len(targets) == len(pairs), "some pairs are matched to a teacher, others to data"
-        return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
-
-
-def _scores(samples: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[Tensor, "n"]]:
-    return {d: torch.tensor([sample.scores.get(d, torch.nan) for sample in samples]) for d in dims}
 
 
 def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "n F"]:
@@ -161,25 +140,7 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "n F"]:
     return torch.cat([labels, -labels])
 
 
-def _users(examples: Sequence[Example], drop_user: Sequence[bool] | None) -> list[str]:
-    """Return the annotator of each example; "" if unknown or dropped."""
-    dropped = drop_user or [False] * len(examples)
-    return ["" if drop else example.user for example, drop in zip(examples, dropped, strict=True)]
-
-
-def _masks(pairs: Sequence[Pair]) -> list[str | None]:
-    """Return the mask files of the winners, then of the losers."""
-    return [p.mask for p in pairs] + [p.mask_rejected or p.mask for p in pairs]
-
-
-def _weight_maps(
-    samples: Sequence[Sample], latents: Tensor, mirrored: Sequence[bool]
-) -> Float[Tensor, "n *latent"]:
-    """Return the weight map of every sample, scaled to mean 1."""
-    return normalise_mean(_maps([sample.weight_map for sample in samples], latents, mirrored))
-
-
-def _maps(
+def _read_maps(
     files: Sequence[str | None], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
     """Read maps with one channel, resized to the latent grid; a missing file gives ones."""

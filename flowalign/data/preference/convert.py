@@ -1,9 +1,8 @@
 """Convert the records of any preference dataset to training pairs or samples."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import Record
@@ -53,14 +52,10 @@ def read_pairs(
     Raises:
         ValueError: The dataset lacks one of `dimensions`.
     """
-    inspection, known = Inspection(), set()
+    inspection = Inspection()
     pairs: dict[bytes, Pair] = {}
-    for where, record in _read_usable(dataset, report):
-        preferences = _compare_media(record, dataset.schema.name)
-        known |= preferences.keys()
-        for pair in _make_pairs(
-            record, _select_dimensions(preferences, record, dimensions), where, report
-        ):
+    for where, record, preferences in _read_preferences(dataset, dimensions, report):
+        for pair in _make_pairs(record, preferences, where, report):
             if dataset.schema.name in _TRAINING_SCHEMAS:
                 pair = _add_pair_columns(pair, record, dataset.schema.name)
             if problem := _describe_problem(pair, inspection, mixed_shapes):
@@ -68,11 +63,9 @@ def read_pairs(
             elif (key := inspection.pair_key(pair)) in pairs:
                 report.add("repeated pair", where)
             else:
-                chosen, rejected = (
-                    _keep_media(sample, keep) for sample in (pair.chosen, pair.rejected)
-                )
+                chosen = replace(pair.chosen, media=keep(pair.chosen.media))
+                rejected = replace(pair.rejected, media=keep(pair.rejected.media))
                 pairs[key] = replace(pair, chosen=chosen, rejected=rejected)
-    _check_dimensions(dataset, dimensions, known)
     return list(pairs.values())
 
 
@@ -88,24 +81,30 @@ def read_samples(
     Raises:
         ValueError: The dataset lacks one of `dimensions`.
     """
-    inspection, known = Inspection(), set()
+    inspection = Inspection()
     samples: dict[bytes, Sample] = {}
-    for where, record in _read_usable(dataset, report):
-        preferences = _compare_media(record, dataset.schema.name)
-        known |= preferences.keys()
-        for sample in _make_samples(record, _select_dimensions(preferences, record, dimensions)):
-            problem = _describe_missing_label(record, dataset.schema.name) or inspection.of_one(
-                sample.media
-            )
-            key = b"" if problem else inspection.sample_key(sample, len(record.media) == 1)
-            if problem or (key in samples and len(record.media) == 1):
+    for where, record, preferences in _read_preferences(dataset, dimensions, report):
+        alone = len(record.media) == 1
+        for sample in _make_samples(record, preferences):
+            problem = _describe_missing_label(record, dataset.schema.name)
+            problem = problem or inspection.of_one(sample.media)
+            key = b"" if problem else inspection.sample_key(sample, alone)
+            if problem or (key in samples and alone):
                 report.add(problem or "repeated item", where)
-            else:
-                earlier = samples[key] if key in samples else _keep_media(sample, keep)
-                samples[key] = _merge_label(earlier, sample)
-    _check_dimensions(dataset, dimensions, known)
+            elif key not in samples:
+                samples[key] = replace(sample, media=keep(sample.media))
+            elif sample.desirable or samples[key].desirable is None:
+                samples[key] = replace(samples[key], desirable=sample.desirable)
     found = list(samples.values())
     return _drop_unlabelled(found, report) if labelled else found
+
+
+def _drop_unlabelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
+    """Drop samples without a label."""
+    for sample in samples:
+        if sample.desirable is None:
+            report.add("neither liked nor disliked", sample.media.path or sample.prompt)
+    return [sample for sample in samples if sample.desirable is not None]
 
 
 def drop_misfits(
@@ -134,16 +133,24 @@ def drop_short(examples: Sequence[Example], num_frames: int, report: DropReport)
     return kept
 
 
-def _drop_unlabelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
-    """Drop samples without a label."""
-    for sample in samples:
-        if sample.desirable is None:
-            report.add("neither liked nor disliked", sample.media.path or sample.prompt)
-    return [sample for sample in samples if sample.desirable is not None]
-
-
-def _keep_media(sample: Sample, keep: Keep) -> Sample:
-    return replace(sample, media=keep(sample.media))
+def _read_preferences(
+    dataset: Dataset, dimensions: Sequence[str], report: DropReport
+) -> Iterator[tuple[str, Record, ByDimension]]:
+    """Yield location, record and preferences of the usable rows; add the others to `report`."""
+    schema, known = dataset.schema.name, set[str]()
+    for where, record in _read_usable(dataset, report):
+        ranks = {dim: [-rank for rank in ranks] for dim, ranks in record.ranks.items()}
+        found: ByDimension = ranks
+        if schema not in _TRAINING_SCHEMAS:
+            found = {**record.ratings, **ranks, **record.votes}
+        known |= found.keys()
+        compared = [dim for dim in found if dim in record.ranks or dim in record.votes]
+        chosen = dimensions or compared or found
+        yield where, record, {dim: found[dim] for dim in chosen if dim in found}
+    for name in dimensions:
+        if name not in known:
+            hint = suggest_name(name, sorted(known))
+            raise ValueError(f"{dataset.name} has no dimension {name!r}; {hint}")
 
 
 def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
@@ -153,41 +160,23 @@ def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Re
             report.add(record.problem)  # the problem already names the row
         elif has_prompts and not record.prompt.strip():
             report.add("no prompt", where)
-        elif problem := _describe_missing_reference(record) or _describe_contradiction(
-            record, dataset.schema.name
-        ):
+        elif problem := _find_problem(record, dataset.schema.name):
             report.add(problem, where)
         else:
             yield where, record
 
 
-def _describe_missing_reference(record: Record) -> str:
+def _find_problem(record: Record, schema: str) -> str:
+    """Return whether a file of the request is missing, or the rejected item scores higher."""
     try:
         record.request()
     except MediaProblem as problem:
         return str(problem)
-    return ""
-
-
-def _describe_contradiction(record: Record, schema: str) -> str:
-    """Return a message if the rejected item scores higher than the chosen one; else ""."""
     for dim in record.ranks if schema in _TRAINING_SCHEMAS else ():
         chosen, rejected = record.ratings.get(dim, (0.0, 0.0))
         if chosen < rejected:
             return f"the rejected item has the higher score: {dim} {chosen:g} < {rejected:g}"
     return ""
-
-
-def _compare_media(record: Record, schema: str) -> ByDimension:
-    ranks = {dim: [-rank for rank in ranks] for dim, ranks in record.ranks.items()}
-    return ranks if schema in _TRAINING_SCHEMAS else {**record.ratings, **ranks, **record.votes}
-
-
-def _select_dimensions(
-    found: ByDimension, record: Record, dimensions: Sequence[str]
-) -> ByDimension:
-    compared = [dim for dim in found if dim in record.ranks or dim in record.votes]
-    return {dim: found[dim] for dim in dimensions or compared or found if dim in found}
 
 
 def _make_pairs(
@@ -205,10 +194,9 @@ def _make_pairs(
                 if values[i] == values[j]:
                     report.add(f"tie: {dim}", where)
                 else:
-                    i, j = (i, j) if values[i] > values[j] else (j, i)
-                    gap = values[i] - values[j]
-                    user = samples[i].user
-                    yield Pair(samples[i], samples[j], dim, gap, user=user, where=where)
+                    won, lost = (i, j) if values[i] > values[j] else (j, i)
+                    gap, user = values[won] - values[lost], samples[won].user
+                    yield Pair(samples[won], samples[lost], dim, gap, user=user, where=where)
 
 
 def _add_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
@@ -247,32 +235,21 @@ def _make_samples(record: Record, preferences: ByDimension) -> Iterator[Sample]:
             yield replace(sample, desirable=won or (False if lost else None))
 
 
-def _merge_label(earlier: Sample, later: Sample) -> Sample:
-    """Merge the labels of a repeated item, which is desirable if it won any comparison."""
-    if later.desirable or earlier.desirable is None:
-        return replace(earlier, desirable=later.desirable)
-    return earlier
-
-
 def _make_sample(record: Record, i: int) -> Sample:
     """Return item `i` as a sample. Only ratings become scores; ranks and votes are relative."""
     scores = {dim: float(values[i]) for dim, values in record.ratings.items()}
-    request = record.request()
+    request, columns = record.request(), record.metadata
+    user = columns.get("user_id", "")
     return Sample(
         record.prompt,
         record.media[i],
         scores,
-        record.metadata.get("desirable"),
-        _user(record.metadata),
-        record.metadata.get("weight_map"),
+        columns.get("desirable"),
+        str(user) if isinstance(user, str | int) else "",
+        columns.get("weight_map"),
         request.references,
         request.mask,
     )
-
-
-def _user(metadata: Mapping[str, Any]) -> str:
-    user = metadata.get("user_id", "")
-    return str(user) if isinstance(user, str | int) else ""
 
 
 def _describe_missing_label(record: Record, schema: str) -> str:
@@ -287,10 +264,3 @@ def _describe_problem(pair: Pair, inspection: Inspection, mixed_shapes: bool) ->
     files = (pair.mask, pair.chosen.weight_map, pair.rejected.weight_map)
     missing = inspection.missing(*(file for file in files if file))
     return missing or inspection.of_pair(pair.chosen.media, pair.rejected.media, mixed_shapes)
-
-
-def _check_dimensions(dataset: Dataset, requested: Sequence[str], known: Set[str]) -> None:
-    for name in requested:
-        if name not in known:
-            hint = suggest_name(name, sorted(known))
-            raise ValueError(f"{dataset.name} has no dimension {name!r}; {hint}")

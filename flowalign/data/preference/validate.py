@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,11 @@ Shape = tuple[int, int, int]
 """Width, height and number of frames."""
 
 
-@dataclass
 class Inspection:
     """Validation of media, with cached results for files and folders, but not for bytes."""
 
-    _sizes: dict[str, int] = field(default_factory=dict)
-    _digests: dict[str, bytes] = field(default_factory=dict)
-    _shapes: dict[str, Shape | str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._size_of, self._shape_of = cache(_count_bytes), cache(_read_shape)
 
     def of_pair(self, chosen: Media, rejected: Media, mixed_shapes: bool = False) -> str:
         """Return why two items cannot be a pair, as "kind: details"; "" if they can."""
@@ -96,7 +95,8 @@ class Inspection:
         except MediaProblem as problem:
             return str(problem)
         if first[:2] != second[:2]:
-            return f"the media differ in size: {_sides(first)} and {_sides(second)}"
+            sides = [f"{width} x {height}" for width, height, _ in (first, second)]
+            return f"the media differ in size: {' and '.join(sides)}"
         if first[2] != second[2]:
             return f"the media differ in frames: {first[2]} and {second[2]}"
         return ""
@@ -127,15 +127,7 @@ class Inspection:
         sizes = self._size(first), self._size(second)
         if first.path and first.path == second.path:
             return True
-        return sizes[0] == sizes[1] and self.digest(first) == self.digest(second)
-
-    def digest(self, medium: Media) -> bytes:
-        """Return a hash of the content."""
-        if medium.path is None:
-            return digest_media(medium)
-        if medium.path not in self._digests:
-            self._digests[medium.path] = digest_media(medium)
-        return self._digests[medium.path]
+        return sizes[0] == sizes[1] and digest_media(first) == digest_media(second)
 
     def pair_key(self, pair: Pair) -> bytes:
         """Return a hash of prompt, media, dimension and annotator, equal for repeated pairs."""
@@ -148,7 +140,7 @@ class Inspection:
         With `judged_alone`, annotator and label are hashed as well.
         """
         path = sample.media.path
-        medium = path.encode() if path else self.digest(sample.media)
+        medium = path.encode() if path else digest_media(sample.media)
         judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
         return _hash(sample.request.input_digest, medium, judgement.encode())
 
@@ -161,39 +153,28 @@ class Inspection:
             MediaProblem: The file is missing, or neither image nor video; or the folder is empty.
         """
         if medium.path is None:
-            return _shape(medium)
-        if medium.path not in self._shapes:
-            try:
-                if not self._size(medium):
-                    raise MediaProblem(f"empty file: {medium.path}")
-                self._shapes[medium.path] = _shape(medium)
-            except MediaProblem as problem:
-                self._shapes[medium.path] = str(problem)
-        found = self._shapes[medium.path]
-        if isinstance(found, str):
-            raise MediaProblem(found)
-        return found
+            return _read_shape(medium)
+        if not self._size(medium):
+            raise MediaProblem(f"empty file: {medium.path}")
+        return self._shape_of(medium)
 
     def _size(self, medium: Media) -> int:
-        if medium.path is None:
-            return len(medium.data or b"")
-        if medium.path not in self._sizes:
-            path = Path(medium.path)
-            files = list_frame_files(path) if path.is_dir() else [path]
-            self._sizes[medium.path] = sum(map(require_file, files))
-        return self._sizes[medium.path]
+        return len(medium.data or b"") if medium.path is None else self._size_of(medium.path)
 
 
-def _shape(medium: Media) -> Shape:
+def _count_bytes(path: str) -> int:
+    files = list_frame_files(Path(path)) if Path(path).is_dir() else [Path(path)]
+    return sum(map(require_file, files))
+
+
+def _read_shape(medium: Media) -> Shape:
     if medium.path and is_latent(medium):
         return latent_shape(medium.path)
-    folder = Path(medium.path) if medium.path and Path(medium.path).is_dir() else None
-    frames = list_frame_files(folder) if folder else []
-    moves = not folder and is_video(medium)
-    if folder:
+    if medium.path and Path(medium.path).is_dir():
+        frames = list_frame_files(Path(medium.path))
         width, height, _ = _picture(Media(str(frames[0])))
         return width, height, len(frames)
-    return (_video if moves else _picture)(medium)
+    return (_video if is_video(medium) else _picture)(medium)
 
 
 def _picture(medium: Media) -> Shape:
@@ -229,7 +210,3 @@ def _hash(*parts: bytes) -> bytes:
         # Hash the length as well: otherwise ("ab", "c") and ("a", "bc") would collide.
         found.update(len(part).to_bytes(8) + part)
     return found.digest()
-
-
-def _sides(shape: Shape) -> str:
-    return f"{shape[0]} x {shape[1]}"

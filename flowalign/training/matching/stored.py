@@ -14,7 +14,7 @@ from flowalign.data.encode_once import (
     PromptEmbeddingCache,
     cache_report,
 )
-from flowalign.data.preference.collate import BatchFields, Collator
+from flowalign.data.preference.collate import Collator
 from flowalign.data.preference.convert import drop_misfits
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.preference_data import (
@@ -261,10 +261,9 @@ class StoredStream(BatchStream):
         self.order = EpochSampler(self.seed, [self._available_from(e) for e in self.examples])
         held_out = cfg.held_out_dataset
         shown = self._encode(held_out, context.needs) if held_out else []
-        fields = BatchFields.of(self.examples)
-        fields.check(context.needs, cfg.path)
-        self.collator = Collator(self.latents, self.texts, fields)
-        self.held_out_collator = Collator(self.latents, self.texts, BatchFields.of(shown))
+        self.collator = Collator(self.latents, self.texts, self.examples)
+        self.collator.check(context.needs, cfg.path)
+        self.held_out_collator = Collator(self.latents, self.texts, shown)
         self.held_out_examples = processes.share(shown[: cfg.held_out_pairs])
         if folder:
             context.log(cache_report(self.latents, self.texts, processes))

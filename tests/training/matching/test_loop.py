@@ -9,10 +9,6 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.data.media.media import Media
-from flowalign.data.preference.collate import BatchFields
-from flowalign.data.preference.preference_data import Pair, Sample
-from flowalign.extra.regional_dpo import LocalDPO
 from flowalign.losses import DPO, KTO, RWR, SFT, AutoBeta, LinearDPO
 from flowalign.rewards import RewardFailure, Rewards
 from flowalign.sampling.inference import generate
@@ -548,16 +544,3 @@ def test_a_detached_loss_ends_a_run_whose_rewards_differ():
             weights.after_update({"zero_std_ratio": share})
     with pytest.raises(TrainingFailure, match="update 2 had no gradient"):
         weights.after_update({"zero_std_ratio": share})
-
-
-def test_a_loss_that_needs_masks_refuses_data_without_any():
-    media = Media(data=b"one"), Media(data=b"two")
-    pair = Pair(Sample("a", media[0]), Sample("a", media[1]))
-    plain, masked = (
-        BatchFields.of([pair]),
-        BatchFields.of([pair, replace(pair, mask="m.safetensors")]),
-    )
-    with pytest.raises(ValueError, match=r"recipe.loss needs masks; no row of pairs.jsonl has any"):
-        plain.check(LocalDPO().needs, "pairs.jsonl")
-    masked.check(LocalDPO().needs, "pairs.jsonl")
-    plain.check(DPO().needs, "pairs.jsonl")

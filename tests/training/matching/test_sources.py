@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from flowalign.credit.chain import Gain
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.media.media import Media
-from flowalign.data.preference.collate import BatchFields, Collator, read_map
+from flowalign.data.preference.collate import Collator, read_map
 from flowalign.data.preference.preference_data import (
     BestWorst,
     Dominance,
@@ -26,6 +27,7 @@ from flowalign.data.preference.preference_data import (
 )
 from flowalign.data.prefetch import EpochSampler
 from flowalign.distributed.processes import Processes
+from flowalign.extra.regional_dpo import LocalDPO
 from flowalign.losses import DPO, KTO, SFT, AutoBeta
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
@@ -392,7 +394,18 @@ def built(units, *shape: int, of=None, **how):
     """Examples of some pairs, all of the dataset unless told otherwise."""
     texts = PromptEmbeddingCache(PixelPolicy(), None)
     texts.prepare(plain_requests(["", "p", "qq"]))
-    return Collator(Ready(*shape), texts, BatchFields.of(of or units)).build(units, **how)
+    return Collator(Ready(*shape), texts, of or units).build(units, **how)
+
+
+def test_a_loss_that_needs_masks_refuses_data_without_any():
+    pair = Pair(sample("a"), sample("b"))
+    texts = PromptEmbeddingCache(PixelPolicy(), None)
+    plain = Collator(Ready(), texts, [pair])
+    with pytest.raises(ValueError, match=r"recipe.loss needs masks; no row of pairs.jsonl has any"):
+        plain.check(LocalDPO().needs, "pairs.jsonl")
+    plain.check(DPO().needs, "pairs.jsonl")
+    masked = [pair, replace(pair, mask="m.safetensors")]
+    Collator(Ready(), texts, masked).check(LocalDPO().needs, "pairs.jsonl")
 
 
 def sample(name: str, prompt: str = "p", **known) -> Sample:
