@@ -156,29 +156,12 @@ def _write_files(
     args: argparse.Namespace, job: "PairingJob", found: "PairSelection"
 ) -> dict[str, Any]:
     """Write all files, the summary last; return the summary."""
-    from flowalign.curation.pairing_job import (
-        HELD_OUT,
-        PAGE,
-        SUMMARY,
-        TRAIN,
-        format_pair,
-        format_samples,
-        render_pairs,
-        split,
-    )
+    from flowalign.curation import pairing_job as pairing
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = split(job.table, found.choices, args.held_out, args.seed)
-    labels = Counter[bool]()
-    for name, choices in {TRAIN: train, HELD_OUT: held_out}.items():
-        (folder / name).unlink(missing_ok=True)
-        rows = [format_pair(job, choice) for choice in choices]
-        if args.labels:
-            rows = format_samples(job, choices)
-            labels.update(row["label"] for row in rows)
-        if rows:
-            write_rows(folder / name, rows)
+    train, held_out = pairing.split(job.table, found.choices, args.held_out, args.seed)
+    labels = _write_rows(args, job, {pairing.TRAIN: train, pairing.HELD_OUT: held_out})
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
         "table": str(Path(args.table).resolve()),
@@ -203,9 +186,28 @@ def _write_files(
         "dropped_media": found.media.summary(),
         "dropped_pairs": found.pairs.summary(),
     }
-    write_text(folder / PAGE, render_pairs(folder.name, job, found, train or held_out, summary))
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    page = pairing.render_pairs(folder.name, job, found, train or held_out, summary)
+    write_text(folder / pairing.PAGE, page)
+    write_text(folder / pairing.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
+
+
+def _write_rows(
+    args: argparse.Namespace, job: "PairingJob", files: "Mapping[str, Sequence[PairChoice]]"
+) -> Counter[bool]:
+    """Write the pairs of every file, or the labels of their samples; count the labels."""
+    from flowalign.curation.pairing_job import format_pair, format_samples
+
+    labels = Counter[bool]()
+    for name, choices in files.items():
+        (Path(args.out) / name).unlink(missing_ok=True)
+        rows = [format_pair(job, choice) for choice in choices]
+        if args.labels:
+            rows = format_samples(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write_rows(Path(args.out) / name, rows)
+    return labels
 
 
 def _print_summary(
