@@ -35,11 +35,18 @@ class GuidedTransition:
     """Noise level of each row; 0 is an ODE step."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RewardGuidance(ABC):
     """Guidance of a sampler along the gradient of a latent reward."""
 
     reward: LatentReward
-    weights: Mapping[str, float]
+    """Latent reward, such as `reward_models.TrainedLatentReward`."""
+    weights: Mapping[str, FiniteFloat]
+    """Weight of each reward dimension. Default: 0 for missing dimensions."""
+
+    def __post_init__(self) -> None:
+        """Reject weights of unknown dimensions, and no weights at all."""
+        check_dims(self.reward, self.weights)
 
     @abstractmethod
     def active(self, sigmas: Float[Tensor, "S"], k: int) -> bool:
@@ -62,16 +69,8 @@ class FlowNRG(RewardGuidance):
     Source: Flow-NRG, arXiv:2501.13918.
     """
 
-    reward: LatentReward
-    """Latent reward, such as `reward_models.TrainedLatentReward`."""
-    weights: Mapping[str, FiniteFloat]
-    """Weight of each reward dimension. Default: 0 for missing dimensions."""
     scale: NonNegativeFloat
     """Strength w of the guidance. 0: no guidance."""
-
-    def __post_init__(self) -> None:
-        """Reject weights of unknown dimensions, and no weights at all."""
-        check_dims(self.reward, self.weights)
 
     @override
     def active(self, sigmas: Tensor, k: int) -> bool:
@@ -91,10 +90,6 @@ class Euphonium(RewardGuidance):
     Source: Euphonium, arXiv:2602.04928, its SDE with reward-gradient guidance.
     """
 
-    reward: LatentReward
-    """Latent reward, such as `reward_models.TrainedLatentReward`."""
-    weights: Mapping[str, FiniteFloat]
-    """Weight of each reward dimension. Default: 0 for missing dimensions."""
     form: Literal["released", "paper"] = "released"
     """Form of the scale. released: the constant `scale`. paper: eta^2 / (2 beta), with the noise
     level eta of the step. The two agree at eta 0.25, beta 3.125 and scale 0.01."""
@@ -104,10 +99,6 @@ class Euphonium(RewardGuidance):
     """Weight of the KL in the paper's form."""
     start: NonNegativeInt = 12
     """Index of the first guided step. Released code: 12 of 16."""
-
-    def __post_init__(self) -> None:
-        """Reject weights of unknown dimensions, and no weights at all."""
-        check_dims(self.reward, self.weights)
 
     @override
     def active(self, sigmas: Tensor, k: int) -> bool:

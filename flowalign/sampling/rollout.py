@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.solver import merge_steps, thin_schedule
-from flowalign.functional.transition import Gaussian, log_density
-from flowalign.sampling.sampling_settings import Sampling, Storage
+from flowalign.functional.transition import log_density
+from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.stepping import RolloutNoise, RolloutVelocities, Stepper
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.types.trajectory import CompletionRequest
@@ -55,17 +55,24 @@ def sample(
     kept = steps if keep.graphs else ()
     velocities = RolloutVelocities(policy, trajectory, finish, keep.features, cfg.micro_batch, kept)
     noise = RolloutNoise(policy, cfg, steps, trajectory, generators, start)
-    stepper = Stepper(noise, policy, cfg, steps, trajectory)
-    recorder = RolloutRecorder(trajectory, steps, keep, cfg.states)
+    stepper, storage = Stepper(noise, policy, cfg, steps, trajectory), cfg.states
+    states, means = dict[int, Tensor](), dict[int, Tensor]()
     x, skipped = stepper.start(), cfg.skipped(steps)
-    recorder.record_state(0, x)
-    for k in range(cfg.num_steps):
-        if k not in skipped:
-            v = velocities.evaluate(k, x)
-            distribution, x = stepper.step(k, x, v)
-            recorder.record_step(k, distribution, x)
-        recorder.record_state(k + 1, x)
-    return recorder.finish(velocities.completion.at, velocities.features, velocities.graphs)
+    for k in range(cfg.num_steps + 1):
+        if keep.states is None or k in keep.states:
+            states[k] = storage.store(trajectory.rows.select(x, k))
+        if k in skipped or k == cfg.num_steps:
+            continue
+        # The distribution is the policy's, without reward guidance.
+        distribution, x = stepper.step(k, x, velocities.evaluate(k, x))
+        # x is already rounded and shared, so replay computes the same log-probability.
+        logp = log_density(trajectory.kernel, x, distribution)
+        trajectory.logp[:, k] = logp.where(trajectory.eta[:, k] > 0, 0.0)
+        if keep.means and k in steps:
+            means[k] = storage.place(distribution.mean)
+    finished = {request: storage.place(end) for request, end in velocities.completion.at.items()}
+    found = {"states": states, "means": means, "finished": finished}
+    return replace(trajectory, **found, hidden=velocities.features, graphs=velocities.graphs)
 
 
 def empty_trajectory(
@@ -130,54 +137,3 @@ def _plan_trajectory(
     if cfg.tail_ratio is not None:
         sigmas = thin_schedule(sigmas, cfg.tail(steps))
     return replace(trajectory, sigmas=sigmas, cond=encode_requests(policy, requests))
-
-
-class RolloutRecorder:
-    """Recorder of a rollout, which builds its trajectory."""
-
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        steps: Collection[int],
-        outputs: RolloutOutputs,
-        storage: Storage,
-    ):
-        self.trajectory, self.outputs, self.storage = trajectory, outputs, storage
-        self.mean_steps = steps if outputs.means else ()
-        self.states: dict[int, Tensor] = {}
-        self.means: dict[int, Tensor] = {}
-
-    def record_state(self, k: int, x: Float[Tensor, "B *latent"]) -> None:
-        """Store the distinct rows of state k, if selected."""
-        if self.outputs.states is None or k in self.outputs.states:
-            self.states[k] = self.storage.store(self.trajectory.rows.select(x, k))
-
-    def record_step(
-        self, k: int, distribution: Gaussian, following: Float[Tensor, "B *latent"]
-    ) -> None:
-        """Store the log-probability of the state after step k, and the mean of the step.
-
-        `distribution` is the policy's distribution without reward guidance.
-        """
-        # `following` is already rounded and shared, so replay computes the same log-probability.
-        logp = log_density(self.trajectory.kernel, following, distribution)
-        self.trajectory.logp[:, k] = logp.where(self.trajectory.eta[:, k] > 0, 0.0)
-        if k in self.mean_steps:
-            self.means[k] = self.storage.place(distribution.mean)
-
-    def finish(
-        self,
-        completed: Mapping[CompletionRequest, Tensor],
-        hidden: Mapping[int, Tensor],
-        graphs: dict[int, list[Tensor]],
-    ) -> Trajectory:
-        """Return the trajectory, with completed states, the denoiser's features, and graphs."""
-        finished = {request: self.storage.place(x) for request, x in completed.items()}
-        return replace(
-            self.trajectory,
-            states=self.states,
-            means=self.means,
-            finished=finished,
-            hidden=hidden,
-            graphs=graphs,
-        )

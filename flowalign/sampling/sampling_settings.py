@@ -109,17 +109,14 @@ class Sampling:
                 f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
                 "give one number, or one for each step"
             )
-        if self.frame_window is not None and self.reward_guidance is not None:
-            raise ValueError(
-                "sampling.reward_guidance pushes all frames, but frame_window shares some: set "
-                "one of them to null"
-            )
-        if self.tail_ratio is not None and self.reward_guidance is not None:
-            raise ValueError(
-                f"sampling.reward_guidance pushes single steps, but tail_ratio {self.tail_ratio} "
-                "makes steps of second order: set one of them to null"
-            )
-        self._check_untrained_steps()
+        defaults = {one.name: one.default for one in fields(Sampling)} | {"branching": Chain()}
+        for name, other, why in _CONFLICTS:
+            given = getattr(self, name), getattr(self, other)
+            if given[0] != defaults[name] and given[1] != defaults[other]:
+                raise ValueError(
+                    f"sampling.{name} is {given[0]} and {other} is {given[1]}, but {why}: set one "
+                    "of them to its default"
+                )
 
     def refuse_precision(self, key: str, reason: str) -> None:
         """Raise ValueError if `precision` is set."""
@@ -128,35 +125,11 @@ class Sampling:
 
     def check_precision(self, key: str, policy: Policy) -> None:
         """Raise ValueError if `precision` is set but not lower than the policy's precision."""
-        if self.precision is not None and policy.precision != "fp32":
+        if policy.precision != "fp32":
             self.refuse_precision(key, f"policy.precision is {policy.precision}: set it to null")
-        if self.precision is not None and policy.network is None:
+        if policy.network is None:
             name = type(policy).__name__
             self.refuse_precision(key, f"{name} has one precision: set it to null")
-
-    def _check_untrained_steps(self) -> None:
-        if self.merge is not None and self.tail_ratio is not None:
-            raise ValueError(
-                f"sampling.merge {self.merge} and tail_ratio {self.tail_ratio} both move points of "
-                "the schedule: set one of them to null"
-            )
-        if self.untrained_steps == "ode":
-            return
-        if not isinstance(self.branching, Chain):
-            raise ValueError(
-                f"sampling.untrained_steps is {self.untrained_steps}, which needs branching Chain; "
-                f"it is {type(self.branching).__name__}"
-            )
-        for name, value in {"merge": self.merge, "tail_ratio": self.tail_ratio}.items():
-            if value is not None:
-                raise ValueError(
-                    f"sampling.untrained_steps is {self.untrained_steps}, but {name} {value} needs "
-                    "steps without noise: set one of them to its default"
-                )
-
-    @property
-    def _levels(self) -> list[float]:
-        return self.eta if isinstance(self.eta, list) else [self.eta]
 
     def _levels_at(self, steps: Sequence[int]) -> Float[Tensor, "T"]:
         eta, chosen = torch.zeros(self.num_steps, dtype=torch.float32), list(steps)
@@ -206,7 +179,7 @@ class Sampling:
                 f"sampling.eta is {self.eta}, up to {loudest:g} where it branches; "
                 f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}: lower "
                 "recipe.sampling.eta, or the levels of recipe.sampling.branching"
-                if loudest > max(self._levels)
+                if loudest > float(torch.as_tensor(self.eta).max())
                 else f"sampling.eta is {self.eta}; {type(self.kernel).__name__} takes at most "
                 f"{self.kernel.largest_eta:g}, the level at which a step replaces all noise"
             )
@@ -228,6 +201,17 @@ class Sampling:
     def num_starts(self, steps: Sequence[int]) -> int:
         """Return the number of different initial noises per prompt."""
         return len(self.layout(steps).rows.source_row[:, 0].unique())
+
+
+_CONFLICTS = (
+    ("reward_guidance", "frame_window", "the gradient pushes all frames"),
+    ("reward_guidance", "tail_ratio", "the gradient pushes single steps of first order"),
+    ("merge", "tail_ratio", "both move points of the schedule"),
+    ("untrained_steps", "branching", "noise outside the window needs branching Chain"),
+    ("untrained_steps", "merge", "this needs untrained steps without noise"),
+    ("untrained_steps", "tail_ratio", "this needs untrained steps without noise"),
+)
+"""Pairs of settings that exclude each other, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range, require_ranges
 
 
 class SDEWindow(ABC):
     """Choice of the SDE steps in a training step; all other steps are ODE steps."""
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, "sde_window")
 
     @abstractmethod
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
@@ -146,10 +150,6 @@ class Sliding(SDEWindow):
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return the window of this step of the loop."""
-        if self.every < 1 or self.stride < 1:
-            raise ValueError(
-                f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
-            )
         _check_window(0, self.size, num_steps - 1)
         last, moves = num_steps - 1 - self.size, iteration // self.every
         if self.roll_back:
@@ -173,8 +173,6 @@ class Geometric(SDEWindow):
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return a random window that excludes the last step."""
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"geometric window with ratio {self.ratio}; it must lie in (0, 1]")
         _check_window(0, self.size, num_steps - 1)
         chance = self.ratio ** torch.arange(num_steps - self.size, dtype=torch.float64)
         start = int(torch.multinomial(chance, 1, generator=generator))
@@ -198,10 +196,9 @@ class Backward(SDEWindow):
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return the window of this step of the loop."""
-        if self.every < 1 or not 2 <= self.first <= num_steps:
+        if not 2 <= self.first <= num_steps:
             raise ValueError(
-                f"backward window with first {self.first}, every {self.every}: "
-                f"first must lie in [2, {num_steps}], every be at least 1"
+                f"backward window with first {self.first}: it must lie in [2, {num_steps}]"
             )
         size = min(self.first + iteration // self.every, num_steps)
         return _check_window(num_steps - size, num_steps - 1, num_steps)

@@ -1,7 +1,7 @@
 """Take the steps of a rollout: velocities, completions, noise, features, a second-order tail."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 from jaxtyping import Float, Int
@@ -39,7 +39,11 @@ class FeatureRecorder(VelocityField):
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the policy's dx / dsigma."""
-        with _collect_inputs(self.layers) as seen:
+        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            for layer in self.layers:  # a pre-hook does not depend on the type of the output
+                hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+                stack.enter_context(hook)
             v = self.policy.velocity(x, sigma, cond)
         if any(len(hidden) % len(x) for hidden in seen):
             raise ValueError(
@@ -96,21 +100,6 @@ def average_places(hidden: Tensor) -> Float[Tensor, "n D"]:
     if hidden.ndim == 2:
         return hidden
     return hidden.mean(1) if hidden.ndim == 3 else hidden.flatten(2).mean(2)
-
-
-@contextmanager
-def _collect_inputs(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list that collects the inputs of the layers."""
-    seen: list[Tensor] = []
-    # A pre-hook gets the input of the layer, independent of the type of its output.
-    handles = [
-        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class BatchedCompletion:
@@ -251,7 +240,10 @@ class Stepper:
     ):
         self.policy, self.cfg, self.trajectory, self.noise = policy, cfg, trajectory, noise
         self.stochastic = frozenset(cfg.stochastic(steps))
-        self.ode = ODEStepper(cfg, steps)
+        self.tail = cfg.num_steps + 1 if cfg.tail_ratio is None else cfg.tail(steps)[0]
+        """Index of the first state of a shorter tail; larger than all indices without one."""
+        self.before: tuple[Tensor, Tensor] | None = None
+        """Sigma and predicted clean latents of the previous step."""
 
     def start(self) -> Float[Tensor, "B *latent"]:
         """Return state 0 of every sample, rounded to the stored precision."""
@@ -266,10 +258,23 @@ class Stepper:
         distribution = transition(self.cfg.kernel, x, v, sigmas, k, trajectory.eta[:, k])
         guided = self._guide(k, x, distribution)
         # Stochastic steps also call it: a second-order tail needs the last one's prediction.
-        following = self.ode.step(k, x, v, sigmas, guided.mean)
+        following = self._step_ode(k, x, v, guided.mean)
         if k in self.stochastic:
             following = sample_next(guided, self.noise.draw(k))
         return distribution, self.cfg.states.round(trajectory.rows.share(following, k + 1))
+
+    def _step_ode(self, k: int, x: Tensor, v: Tensor, euler: Tensor) -> Tensor:
+        """Return the state after a deterministic step: second order in a tail, Euler elsewhere.
+
+        `euler` is the result of the Euler step.
+        """
+        if k + 1 < self.tail:
+            return euler
+        sigmas, before = self.trajectory.sigmas, self.before
+        self.before = sigmas[k], x - sigmas[k] * v
+        if k < self.tail or before is None:
+            return euler
+        return second_order_step(x, self.before[1], before[1], before[0], sigmas[k], sigmas[k + 1])
 
     def _guide(self, k: int, x: Float[Tensor, "B *latent"], plain: Gaussian) -> Gaussian:
         """Return the guided distribution of step k, computed for distinct states."""
@@ -283,26 +288,6 @@ class Stepper:
         states = rows.select(x, k), step, trajectory.cond, prompts
         push = compute_pushes(guidance, self.policy, *states, self.cfg.micro_batch)
         return Gaussian(plain.mean + rows.expand(push, k), plain.std)
-
-
-class ODEStepper:
-    """Deterministic stepper of a rollout: second order in a shorter tail, Euler elsewhere."""
-
-    def __init__(self, cfg: Sampling, steps: Sequence[int]):
-        self.tail = cfg.num_steps + 1 if cfg.tail_ratio is None else cfg.tail(steps)[0]
-        """Index of the first state of the tail; larger than all indices if there is no tail."""
-        self.before: tuple[Tensor, Tensor] | None = None
-        """Sigma and predicted clean latents of the previous step."""
-
-    def step(self, k: int, x: Tensor, v: Tensor, sigmas: Tensor, euler: Tensor) -> Tensor:
-        """Return the state after step k; `euler` is the result of the Euler step."""
-        if k + 1 < self.tail:
-            return euler
-        before, x0_hat = self.before, x - sigmas[k] * v
-        self.before = sigmas[k], x0_hat
-        if k < self.tail or before is None:
-            return euler
-        return second_order_step(x, x0_hat, before[1], before[0], sigmas[k], sigmas[k + 1])
 
 
 class RolloutNoise:

@@ -228,7 +228,7 @@ def test_an_unknown_rule_is_refused():
     """Here the type checker sees it first; outside of tests there is none."""
     wrong = cfg()
     object.__setattr__(wrong, "rule", "best")
-    with pytest.raises(ValueError, match="rule is 'best'; choose from damped, paper"):
+    with pytest.raises(ValueError, match="rule is 'best'; it must be one of damped, paper"):
         wrong.__post_init__()
 
 

@@ -17,7 +17,7 @@ from flowalign.functional.transition import (
 )
 from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.sampling import AllButLast, Fixed, Sampling, Tree, generate
-from flowalign.sampling.rollout import RolloutOutputs, Storage, sample
+from flowalign.sampling.rollout import RolloutOutputs, sample
 from flowalign.sampling.stepping import complete, evaluate_velocity
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout
@@ -475,10 +475,10 @@ def ode_from(policy, x, sigma, count, cond):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"untrained_steps": "sde", "branching": Tree()}, "needs branching Chain; it is Tree"),
-        ({"untrained_steps": "sde", "merge": 2.2}, "merge 2.2 needs steps without noise"),
-        ({"untrained_steps": "shared_sde", "tail_ratio": 0.4}, "tail_ratio 0.4 needs steps"),
-        ({"merge": 2.2, "tail_ratio": 0.4}, "merge 2.2 and tail_ratio 0.4 both move points"),
+        ({"untrained_steps": "sde", "branching": Tree()}, "branching is Tree.* needs branching Chain"),
+        ({"untrained_steps": "sde", "merge": 2.2}, "merge is 2.2, but this needs untrained steps without"),
+        ({"untrained_steps": "shared_sde", "tail_ratio": 0.4}, "tail_ratio is 0.4, but this needs"),
+        ({"merge": 2.2, "tail_ratio": 0.4}, "merge is 2.2 and tail_ratio is 0.4, but both move"),
     ],
 )
 def test_noise_outside_the_window_that_fits_nothing_is_refused(settings, message):
