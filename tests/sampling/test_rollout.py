@@ -475,8 +475,14 @@ def ode_from(policy, x, sigma, count, cond):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"untrained_steps": "sde", "branching": Tree()}, "branching is Tree.* needs branching Chain"),
-        ({"untrained_steps": "sde", "merge": 2.2}, "merge is 2.2, but this needs untrained steps without"),
+        (
+            {"untrained_steps": "sde", "branching": Tree()},
+            "is Tree.* needs branching Chain",
+        ),
+        (
+            {"untrained_steps": "sde", "merge": 2.2},
+            "merge is 2.2, but this needs",
+        ),
         ({"untrained_steps": "shared_sde", "tail_ratio": 0.4}, "tail_ratio is 0.4, but this needs"),
         ({"merge": 2.2, "tail_ratio": 0.4}, "merge is 2.2 and tail_ratio is 0.4, but both move"),
     ],
