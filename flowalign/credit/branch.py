@@ -91,12 +91,7 @@ class Branch(CreditEstimator):
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Fuse the outcomes; raise ValueError if no samples share states."""
         group, mask = sibling_ids(trajectory), trajectory.trained
-        if not (trajectory.group_size > 1 and _branches(group, mask)):
-            raise ValueError(
-                "credit by branches needs samples that share states: set recipe.sampling.branching "
-                "to flowalign.sampling.Comb or Tree,\n"
-                "or recipe.sampling.seeds_per_prompt to 1"
-            )
+        _require_siblings("Branch", group, mask)
         if self.compare == "depth":
             group = prompt_step_ids(trajectory)
         elif self.compare == "mixed":
@@ -112,8 +107,16 @@ class Branch(CreditEstimator):
         return StepCredit(value, group, mask)
 
 
-def _branches(group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> bool:
-    return len(group[mask].unique()) < int(mask.sum())
+def _require_siblings(
+    name: str, group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], remedy: str = ""
+) -> None:
+    """Raise ValueError unless some trained transitions have equal ids."""
+    if len(group[mask].unique()) == int(mask.sum()):
+        raise ValueError(
+            f"{name} compares samples that were drawn from the same state: set "
+            "recipe.sampling.branching to flowalign.sampling.Comb or Tree, or\n"
+            f"recipe.sampling.seeds_per_prompt to 1{remedy}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +171,10 @@ class MixedAdvantage(CreditEstimator):
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes twice and mix; raise ValueError if no samples share states."""
-        mask, group, state = (
-            trajectory.trained,
-            prompt_step_ids(trajectory),
-            sibling_ids(trajectory),
-        )
-        if self.share != 0 and not _branches(state, mask):
-            raise ValueError(
-                "MixedAdvantage compares samples that were drawn from the same state: set "
-                "recipe.sampling.branching to flowalign.sampling.Comb or Tree,\n"
-                "recipe.sampling.seeds_per_prompt to 1, or credit.share to 0"
-            )
+        mask, state = trajectory.trained, sibling_ids(trajectory)
+        group = prompt_step_ids(trajectory)
+        if self.share != 0:
+            _require_siblings("MixedAdvantage", state, mask, ", or credit.share to 0")
         outcome = values([trajectory.num_steps])
         value = outcome.expand(-1, trajectory.num_steps, -1)
         chosen, group, state = value[mask], group[mask], state[mask]
@@ -235,11 +231,7 @@ class NextLatent(CreditEstimator):
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Score the state after each trained step; raise ValueError if no samples are siblings."""
         group, mask = sibling_ids(trajectory), trajectory.trained
-        if len(group[mask].unique()) == int(mask.sum()):
-            raise ValueError(
-                "NextLatent compares samples that were drawn from the same state: set "
-                "recipe.sampling.branching to flowalign.sampling.Comb or Tree"
-            )
+        _require_siblings("NextLatent", group, mask)
         steps = mask.any(0).nonzero()[:, 0].tolist()
         reached = values.scored([k + 1 for k in steps], self.reward)
         value = reached.new_zeros(len(reached), trajectory.num_steps, reached.shape[-1])

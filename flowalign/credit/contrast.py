@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.advantage import compare_in_groups
-from flowalign.types import CreditEstimator, PastOutcomes, StepCredit, Trajectory, ValueFunction
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt
 from flowalign.types.trajectory import prompt_step_ids
 
@@ -35,21 +35,6 @@ def contrast(
                 if stands_out:
                     extremes[members[i], dim] = column[i]
     return extremes
-
-
-def compare_outcomes(
-    outcome: Float[Tensor, "n R"],
-    group: Int[Tensor, "n"],
-    known: PastOutcomes | None,
-    group_size: int,
-) -> Float[Tensor, "n R"]:
-    """Return the advantages of outcomes relative to present and past outcomes of the prompt."""
-    if known is None:
-        return compare_in_groups(outcome, group)
-    everything = torch.cat([outcome, known.value])
-    return compare_in_groups(everything, torch.cat([group, group[known.prompt * group_size]]))[
-        : len(group)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +66,11 @@ class Contrast(CreditEstimator):
                 "set recipe.sampling.seeds_per_prompt to 1"
             )
         outcome = values([trajectory.num_steps])[:, 0]
-        known = values.past(self.history) if self.history else None
-        score = compare_outcomes(outcome, prompt[:, -1], known, trajectory.group_size)
+        group, everything = prompt[:, -1], outcome
+        if self.history and (known := values.past(self.history)):
+            everything = torch.cat([outcome, known.value])
+            group = torch.cat([group, group[known.prompt * trajectory.group_size]])
+        score = compare_in_groups(everything, group)[: len(outcome)]
         score = contrast(score, family, self.threshold)
         value = score[:, None].expand(-1, trajectory.num_steps, -1)
         return StepCredit(value, prompt, trajectory.trained & (value != 0).any(-1), normalised=True)

@@ -13,7 +13,6 @@ and `sigma` always a time.
 """
 
 from flowalign.types.batch import COLUMNS, Batch
-from flowalign.types.component import Component
 from flowalign.types.credit import (
     CreditEstimator,
     GradientPath,
@@ -68,6 +67,7 @@ from flowalign.types.prompt_conditioning import (
 )
 from flowalign.types.ranges import (
     LARGEST_INT,
+    Component,
     Decay,
     FiniteFloat,
     Guidance,

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 import flowalign
-from flowalign.types.component import Component
+from flowalign.types.ranges import Component
 from flowalign.types.request import MediaBatch, Request
 
 Need = Literal["prompt", "fps", "references", "groups", "sound"]

@@ -14,8 +14,7 @@ from flowalign.functional.transition import CPS, FlowSDE, log_density, transitio
 from flowalign.losses import GRPO, PPOClip
 from flowalign.sampling import Comb, Fixed
 from flowalign.training.policy_gradient.batches import join_spans, minibatches
-from flowalign.training.policy_gradient.checks import replay_drift
-from flowalign.training.policy_gradient.policy_gradient_loop import update
+from flowalign.training.policy_gradient.policy_gradient_loop import replay_drift, update
 from flowalign.types import CreditEstimator, StepCredit, step_of, steps_of
 from flowalign.types.trajectory import prompt_step_ids
 from tests.fixtures.credited import judged

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from flowalign.types.component import Component
 from flowalign.types.ranges import (
+    Component,
     Decay,
     FiniteFloat,
     NonNegativeInt,

@@ -589,7 +589,7 @@ def test_the_loss_before_the_first_update_is_the_mean_weight_times_log_2(tmp_pat
 def test_data_and_methods_that_cannot_carry_credit_are_refused(tmp_path):
     path = with_values(tmp_path)
     for credit, word in (
-        (Branch(), "needs samples that share states"),
+        (Branch(), "drawn from the same state"),
         (LambdaReturn(decay=0.5), "needs predictions of a critic"),
     ):
         with pytest.raises(ValueError, match=word) as error:

@@ -188,7 +188,7 @@ def test_settings_that_credit_needs_or_does_not_read_are_refused(tmp_path):
     quiet = replace(COMB, branching=CHAIN.branching, sde_window=NoSteps())
     with pytest.raises(ValueError, match=r"sampling\.sde_window has none: choose one"):
         rollouts(tmp_path, quiet)
-    with pytest.raises(ValueError, match=r"credit by branches needs samples that share states"):
+    with pytest.raises(ValueError, match="Branch compares samples that were drawn"):
         rollouts(tmp_path, CHAIN)
     with pytest.raises(ValueError, match=r"eta has 3 levels for 4 steps"):
         rollouts(tmp_path, replace(CHAIN, eta=[0.1, 0.2, 0.3]), credit=Gain())
