@@ -447,7 +447,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
             "clean": "completion",
             "completion": Completion(weights="reference"),
         },
-        r"samples that share states": {"sampling": STOCHASTIC, "credit": Branch()},
+        r"drawn from the same state": {"sampling": STOCHASTIC, "credit": Branch()},
         r"recipe.data.critic is null, but LambdaReturn": {
             "sampling": STOCHASTIC,
             "credit": LambdaReturn(),
