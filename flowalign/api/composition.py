@@ -123,7 +123,7 @@ def find_method(name: str) -> str:
     if name.endswith((".yaml", ".yml")):
         return name
     known = list_recipes()
-    return str(find_recipe(f"methods/{name}" if f"methods/{name}" in known else name).file)
+    return str(find_recipe(f"methods/{name}" if f"methods/{name}" in known else name).files[0])
 
 
 def find_model_file(policy: type[Policy], path: str) -> str:

@@ -10,7 +10,7 @@ from flowalign.utils.console import get_log
 from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
-    from flowalign.runs.run_files import Combination, ShippedFile
+    from flowalign.runs.run_files import ShippedRun
 
 HELP = "List the run files of the package with their test labels, or copy one."
 
@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="name of a run file, or a word of it, such as wan or dpo",
     )
     add("--methods", action="store_true", help="list the methods that fit this model's file")
-    add("--memory", action="store_true", help="add the planned memory; takes seconds per file")
     add("--out", metavar="FILE", help="path for a copy of the run file")
 
 
@@ -42,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     if args.methods:
         from flowalign.runs.combinations import combinations
 
-        _print(combinations(find_recipe(args.name or "")), args.memory)
+        _print(combinations(find_recipe(args.name or "")))
     else:
-        _print(search_recipes(args.name or ""), args.memory)
+        _print(search_recipes(args.name or ""))
     return 0
 
 
-def _print(listed: "Sequence[ShippedFile | Combination]", with_memory: bool) -> None:
+def _print(listed: "Sequence[ShippedRun]") -> None:
     """Print a line per run file, cut at the width of a terminal unless it is the only one."""
     from rich.console import Console
     from rich.text import Text
@@ -56,18 +55,10 @@ def _print(listed: "Sequence[ShippedFile | Combination]", with_memory: bool) -> 
     console, width = Console(), max((len(one.name) for one in listed), default=0)
     is_cut = console.is_terminal and len(listed) > 1
     for one in listed:
-        line = f"{one.name:{width}}  [{one.label}]  {_describe(one, with_memory)}"
+        papers = [f"arXiv:{paper}" for paper in one.papers]
+        line = f"{one.name:{width}}  [{one.label}]  {' '.join([one.about, *papers])}"
         if is_cut:
             console.print(Text(line), no_wrap=True, overflow="ellipsis")
         else:
             console.print(Text(line), soft_wrap=True)
     console.print(f"{len(listed)} run files below configs/", markup=False, highlight=False)
-
-
-def _describe(recipe: "ShippedFile | Combination", with_memory: bool) -> str:
-    memory = []
-    if with_memory:
-        from flowalign.runs.combinations import memory_of
-
-        memory = [f"memory {memory_of(recipe)};"]
-    return " ".join([*memory, recipe.about, *(f"arXiv:{paper}" for paper in recipe.papers)])

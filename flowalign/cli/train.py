@@ -19,7 +19,7 @@ from flowalign.cli.options import (
 from flowalign.distributed.launch import RUN_ID, Launch, is_restarted, relaunch, starts_others
 from flowalign.utils.console import get_log, table
 from flowalign.utils.errors import ConfigError, convert_value_errors
-from flowalign.utils.run_events import Journal, notify, notify_failure
+from flowalign.utils.run_events import notify, notify_failure, record_command
 
 if TYPE_CHECKING:
     from flowalign.runs.config import LoadedRun
@@ -149,7 +149,7 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
         notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
         with explain_out_of_memory(run_file, world), notice:
             session = start(run_file, loaded.annotate(), log, resume, args.overwrite)
-            with Journal(folder, args.command) if is_main else nullcontext():
+            with record_command(folder, args.command) if is_main else nullcontext():
                 summary = train(session)
     if is_main:
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))

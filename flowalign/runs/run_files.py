@@ -16,8 +16,6 @@ Label = Literal["run on a GPU", "run on CPU", "step tested", "checked only"]
 model (`assets/matrix.csv`), or validated and planned only."""
 _NO_RUNS = ("rewards", "benchmarks")
 """Folders of configs/ that hold no run files."""
-_BEHIND = ("methods", "tasks")
-"""Folders of files that are layered on a model's run file."""
 _FIRST_LINE = re.compile(r"# \[([\w ]+)\] (.+)")
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d+)?)")
 _END = re.compile(r"\. |:? +(?:flowalign|python) (?=[\w-]+ )")
@@ -25,58 +23,31 @@ _END = re.compile(r"\. |:? +(?:flowalign|python) (?=[\w-]+ )")
 
 
 @dataclass(frozen=True)
-class ShippedFile:
-    """Run file of the package."""
+class ShippedRun:
+    """Run file of the package, or several that are layered."""
 
     name: str
-    """Path below configs/, without the suffix."""
-    file: Path
-    """Path of the file."""
+    """Paths below configs/, without the suffix, as in a command."""
+    files: tuple[Path, ...]
+    """Paths of the files."""
     label: Label
-    """Test that the file passed."""
+    """Test that the file passed; the weakest of several."""
     about: str
-    """First sentence of the header."""
+    """First sentence of the header; of several files, that of the method."""
     papers: tuple[str, ...]
     """arXiv identifiers in its header and in the headers of the files that it extends."""
     bases: tuple[str, ...] = ()
     """Files that it extends, and the class of its model."""
 
-    @property
-    def complete(self) -> bool:
-        """Return whether the file is a complete run, and needs no model's file before it."""
-        return self.name.partition("/")[0] not in _BEHIND
-
-
-@dataclass(frozen=True)
-class Combination:
-    """Run composed of a model's file and a method's file, or of one file for the pair.
-
-    A file for the pair has tuned values, so it is preferred if it exists.
-    """
-
-    parts: tuple[ShippedFile, ...]
-    """Files of the command, in order."""
-
-    @property
-    def name(self) -> str:
-        """Return the names of the files, as in a command."""
-        return " ".join(part.name for part in self.parts)
-
-    @property
-    def label(self) -> Label:
-        """Return the weakest label of the files."""
-        labels: list[Label] = [part.label for part in self.parts]
-        return max(labels, key=get_args(Label).index)
-
-    @property
-    def about(self) -> str:
-        """Return the first sentence of the header of the method, or of the file for the pair."""
-        return self.parts[:2][-1].about
-
-    @property
-    def papers(self) -> tuple[str, ...]:
-        """Return the arXiv identifiers of the headers, the method's first."""
-        return tuple(dict.fromkeys(p for part in reversed(self.parts) for p in part.papers))
+    def under(self, other: "ShippedRun") -> "ShippedRun":
+        """Return the run with another file layered over this one."""
+        return ShippedRun(
+            f"{self.name} {other.name}",
+            self.files + other.files,
+            max(self.label, other.label, key=get_args(Label).index),
+            other.about if len(self.files) == 1 else self.about,
+            tuple(dict.fromkeys(other.papers + self.papers)),
+        )
 
 
 def list_recipes() -> dict[str, Path]:
@@ -87,12 +58,12 @@ def list_recipes() -> dict[str, Path]:
     return {n: file for n, file in names.items() if n.partition("/")[0] not in _NO_RUNS}
 
 
-def recipes() -> list[ShippedFile]:
+def recipes() -> list[ShippedRun]:
     """Read all run files of the package, by name."""
     return [read_recipe(name, file) for name, file in list_recipes().items()]
 
 
-def read_recipe(name: str, file: Path) -> ShippedFile:
+def read_recipe(name: str, file: Path) -> ShippedRun:
     """Read a run file's label, in brackets at the start of its first line, and its header.
 
     Raises:
@@ -110,7 +81,8 @@ def read_recipe(name: str, file: Path) -> ShippedFile:
     named = [_PAPER.findall(_header(Path(bundled(base)))) for base in reversed(bases)]
     papers = tuple(dict.fromkeys(sum(named, _PAPER.findall(header))))
     label: Label = first[1]  # type: ignore[assignment]
-    return ShippedFile(name, file, label, about, papers, (*bases, str(content.get("policy", ""))))
+    bases = (*bases, str(content.get("policy", "")))
+    return ShippedRun(name, (file,), label, about, papers, bases)
 
 
 def _header(file: Path) -> str:
@@ -119,7 +91,7 @@ def _header(file: Path) -> str:
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
-def find_recipe(name: str) -> ShippedFile:
+def find_recipe(name: str) -> ShippedRun:
     """Return the run file with this name; raise ValueError with similar names if there is none."""
     known = list_recipes()
     name = name.removeprefix("configs/").removesuffix(".yaml")
@@ -131,7 +103,7 @@ def find_recipe(name: str) -> ShippedFile:
     return read_recipe(name, known[name])
 
 
-def search_recipes(text: str) -> list[ShippedFile]:
+def search_recipes(text: str) -> list[ShippedRun]:
     """Return the run files with a text in their names, models, methods or papers, best hits first.
 
     Case, points, hyphens and spaces do not matter: "sd3.5" finds sd35_medium.
@@ -140,7 +112,7 @@ def search_recipes(text: str) -> list[ShippedFile]:
         ValueError: There is none.
     """
     wanted = _plain(text.removeprefix("configs/").removesuffix(".yaml"))
-    ranked: list[tuple[int, ShippedFile]] = []
+    ranked: list[tuple[int, ShippedRun]] = []
     for one in recipes():
         name = _plain(one.name)
         about = _plain(" ".join((one.about, *one.papers, *one.bases)))
@@ -156,13 +128,13 @@ def _plain(text: str) -> str:
     return re.sub(r"[\W_]", "", text.lower())
 
 
-def copy_recipe(recipe: ShippedFile, out: Path) -> None:
+def copy_recipe(recipe: ShippedRun, out: Path) -> None:
     """Copy a run file with its comments; raise ValueError if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as partial:
-        partial.write_bytes(recipe.file.read_bytes())
+        partial.write_bytes(recipe.files[0].read_bytes())
 
 
 _TABLE = Path(__file__).with_name("trainable.json")

@@ -1,7 +1,7 @@
 """Download model files from the Hugging Face Hub, publish folders, and explain errors."""
 
 import re
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,20 @@ _SECONDS = 3.0
 """Time that the Hub has to answer the first request of a process."""
 
 
-@dataclass
-class _Connection:
-    """Whether this process has contacted the Hub, and whether the Hub did not answer."""
+@cache
+def contact() -> bool:
+    """Contact the Hub once per process, and return whether the user has chosen to work offline.
 
-    is_tried: bool = False
-    is_silent: bool = False
-
-
-_connection = _Connection()
-
-
-def contact() -> None:
-    """Contact the Hub once per process; if it does not answer, use only downloaded files.
-
-    Without this, each missing file would wait for several attempts.
+    If the Hub does not answer, only downloaded files are used from then on. Without this, each
+    missing file would wait for several attempts.
     """
-    if _connection.is_tried or constants.HF_HUB_OFFLINE:
-        return
-    _connection.is_tried = True
+    if constants.HF_HUB_OFFLINE:
+        return True
     try:
         hf.get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except (OSError, _http_error()):
-        _connection.is_silent = constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+    return False
 
 
 def _http_error() -> type[Exception]:
@@ -108,17 +99,15 @@ def _unpublished(name: str, error: Any) -> str:
     if status is not None:
         reason = " ".join(str(error).split())[:160]
         return f"the Hugging Face Hub refused {name}: {reason}"
-    offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
-    return f"the Hugging Face Hub could not be reached{offline}: publish later"
+    return f"the Hugging Face Hub could not be reached{_explain_offline()}: publish later"
 
 
 def why_not(model: str, what: str, error: Exception) -> str:
     """Return a message of a few lines with the reason of a failed download, and a remedy."""
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        offline = ": HF_HUB_OFFLINE is set" if _is_set_offline() else ""
         return (
             f"{model} is not a local folder, and the Hugging Face Hub could not be reached"
-            f"{offline}.\nDownload it on a machine with a network: hf download {model}\n"
+            f"{_explain_offline()}.\nDownload it on a machine with a network: hf download {model}\n"
             "or set the path of a local copy."
         )
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -135,6 +124,6 @@ def why_not(model: str, what: str, error: Exception) -> str:
     )
 
 
-def _is_set_offline() -> bool:
-    """Return whether the user, and not `contact`, has chosen to work offline."""
-    return constants.HF_HUB_OFFLINE and not _connection.is_silent
+def _explain_offline() -> str:
+    """Return the reason if the user has chosen to work offline; "" otherwise."""
+    return ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE and contact() else ""

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from flowalign.utils.files import to_json, write_text
@@ -26,28 +25,17 @@ _FOLDERS = re.compile(r"((?:: |- |# )['\"]?)[/~][^\n#]*/")
 _CREDENTIALS = re.compile(r"(://)[^\s/?#]*@")
 
 
-class Journal:
-    """Record of a command that works on a folder; a context manager that also records failures."""
-
-    def __init__(self, folder: Path, command: str):
-        self.folder, self.command = folder, command
-
-    def __enter__(self) -> "Journal":
-        (self.folder / FAILURE).unlink(missing_ok=True)
-        write_text(self.folder / COMMANDS, "\n".join([*commands(self.folder), self.command, ""]))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            return
-        reason = str(error).strip() or type(error).__name__
+@contextmanager
+def record_command(folder: Path, command: str) -> Iterator[None]:
+    """Record a command that works on a folder, and the reason if it fails inside this context."""
+    (folder / FAILURE).unlink(missing_ok=True)
+    write_text(folder / COMMANDS, "\n".join([*commands(folder), command, ""]))
+    try:
+        yield
+    except BaseException as error:
         with suppress(OSError):  # on a full disk, the original error must reach the user
-            write_text(self.folder / FAILURE, reason + "\n")
+            write_text(folder / FAILURE, f"{_describe(error)}\n")
+        raise
 
 
 def commands(folder: Path) -> list[str]:
@@ -99,10 +87,13 @@ def notify_failure(
         yield
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        reason = str(error).strip()[:1000] or type(error).__name__
         event: Event = "interrupted" if stopped else "failed"
-        notify(command, event, folder, {"reason": reason}, log)
+        notify(command, event, folder, {"reason": _describe(error)[:1000]}, log)
         raise
+
+
+def _describe(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
 
 
 def hide_in_settings(text: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flowalign.utils.console import say
 from flowalign.utils.errors import describe_error
@@ -39,7 +39,7 @@ class Tracker:
     ):
         check_trackers(trackers)
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows = _drop_from(folder / FILE, keep_until)
+        self.rows = _drop_from(folder, keep_until)
         self._start = time.perf_counter() - max((row["seconds"] for row in self.rows), default=0.0)
         self._file = (folder / FILE).open("a", encoding="utf-8")
         self._sinks: dict[str, Any] = {
@@ -99,15 +99,21 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line before the last is not valid JSON.
     """
-    return _rows(folder / FILE)
-
-
-class _Sink(Protocol):
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None: ...
-
-    def close(self) -> None: ...
+    file = folder / FILE
+    if not file.exists():
+        return []
+    lines = file.read_bytes().removesuffix(b"\n").split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line)
+            if not isinstance(row["step"], int):
+                raise TypeError("step is no number")
+            rows.append(row)
+        except (ValueError, LookupError, TypeError) as error:
+            if number < len(lines):
+                raise ValueError(f"{file}:{number} is not JSON with a step: {error}") from error
+    return rows
 
 
 class _TensorBoard:
@@ -134,94 +140,83 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WandB:
-    """Sink for wandb; data leave the machine only if WANDB_MODE=online is set.
+class _Service:
+    """Sink for a library with the interface of wandb; every start is a new run.
 
-    The project is that of WANDB_PROJECT, or flowalign.
-
-    `wandb sync` uploads later. wandb cannot resume an offline run, so every start is a new run in a
-    group named after the folder.
+    Logged steps cannot be removed.
     """
 
-    def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
-        self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "flowalign"),
-            config=dict(settings),
-            group=folder.resolve().name,
-            name=f"{folder.resolve().name}-{keep_until or 0}",
-            dir=str(folder),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-        )
+    def __init__(self, library: str, folder: Path, keep_until: int | None, **options: Any):
+        self._library = importlib.import_module(library)
+        name = f"{folder.resolve().name}-{keep_until or 0}"
+        self._run = self._library.init(name=name, **options)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+    def draw(self, images: Sequence[Any], prompts: Sequence[str]) -> list[Any]:
+        """Return the library's objects of images with captions."""
         pairs = zip(images, prompts, strict=True)
-        found = [self._wandb.Image(image, caption=prompt) for image, prompt in pairs]
-        self._run.log({name: found}, step=step)
+        return [self._library.Image(image, caption=prompt) for image, prompt in pairs]
 
     def close(self) -> None:
         self._run.finish()
 
 
-class _Trackio:
+class _WandB(_Service):
+    """Sink for wandb; data leave the machine only if WANDB_MODE=online is set.
+
+    The project is that of WANDB_PROJECT, or flowalign.
+
+    `wandb sync` uploads later. wandb cannot resume an offline run, so runs have a group named after
+    the folder.
+    """
+
+    def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
+        super().__init__(
+            "wandb",
+            folder,
+            keep_until,
+            project=os.environ.get("WANDB_PROJECT", "flowalign"),
+            config=dict(settings),
+            group=folder.resolve().name,
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+        )
+
+    def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
+        self._run.log({name: self.draw(images, prompts)}, step=step)
+
+
+class _Trackio(_Service):
     """Sink for trackio's local database, in the run's folder unless TRACKIO_DIR is set.
 
-    Logged steps cannot be removed, so every start is a new run. Its project is TRACKIO_PROJECT, or
-    named after the folder.
+    Its project is TRACKIO_PROJECT, or named after the folder.
     """
 
     def __init__(self, folder: Path, keep_until: int | None, settings: Mapping[str, Any]):
         # Set before the import: trackio reads the variable when it is first imported.
         os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
-        self._trackio = importlib.import_module("trackio")
-        name = folder.resolve().name
-        project = os.environ.get("TRACKIO_PROJECT", name)
-        self._trackio.init(project=project, name=f"{name}-{keep_until or 0}", config=dict(settings))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackio.log(dict(metrics), step=step)
+        project = os.environ.get("TRACKIO_PROJECT", folder.resolve().name)
+        super().__init__("trackio", folder, keep_until, project=project, config=dict(settings))
 
     def show(self, step: int, name: str, images: Sequence[Any], prompts: Sequence[str]) -> None:
-        pairs = enumerate(zip(images, prompts, strict=True))
-        found = {f"{name}/{i}": self._trackio.Image(x, caption=text) for i, (x, text) in pairs}
-        self._trackio.log(found, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+        drawn = enumerate(self.draw(images, prompts))
+        self._run.log({f"{name}/{i}": image for i, image in drawn}, step=step)
 
 
-_SINKS: dict[str, Callable[[Path, int | None, Mapping[str, Any]], _Sink]] = {
+_SINKS: dict[str, Callable[[Path, int | None, Mapping[str, Any]], Any]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "trackio": _Trackio,
 }
 
 
-def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
+def _drop_from(folder: Path, keep_until: int | None) -> list[dict[str, Any]]:
     """Drop the rows from step `keep_until` on; rewrite the file atomically, return the rest."""
-    rows = [row for row in _rows(file) if keep_until is None or row["step"] < keep_until]
-    if file.exists():
-        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    lines = file.read_bytes().removesuffix(b"\n").split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-            if not isinstance(row["step"], int):
-                raise TypeError("step is no number")
-            rows.append(row)
-        except (ValueError, LookupError, TypeError) as error:
-            if number < len(lines):
-                raise ValueError(f"{file}:{number} is not JSON with a step: {error}") from error
+    rows = [row for row in read_metrics(folder) if keep_until is None or row["step"] < keep_until]
+    if (folder / FILE).exists():
+        write_text(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from flowalign.runs import combinations as library
-from flowalign.runs.combinations import combination, combinations, memory_of
-from flowalign.runs.run_files import Label, ShippedFile, read_recipe, recipes
+from flowalign.runs.combinations import combination, combinations
+from flowalign.runs.run_files import Label, ShippedRun, read_recipe, recipes
 from tests.fixtures.commands import exit_code
 
 RUN_FILES = sorted(
@@ -21,7 +21,7 @@ RUN_FILES = sorted(
 
 
 @cache
-def named() -> dict[str, ShippedFile]:
+def named() -> dict[str, ShippedRun]:
     return {one.name: one for one in recipes()}
 
 
@@ -44,7 +44,7 @@ def test_nothing_that_needs_a_gpu_is_said_to_have_run():
     ran = [one for one in recipes() if one.label.startswith("run on")]
     assert {one.label for one in ran} == {"run on CPU"}
     assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
-    assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
+    assert [one.name for one in ran if "on GPUs" in one.files[0].read_text()] == []
     assert "No row has trained with published weights yet" in Path("README.md").read_text()
 
 
@@ -119,13 +119,6 @@ def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
     assert "no run file 'mixgrpo'" in said
     assert "credit/toy_shapes/mixgrpo" in " ".join(said.split())
     assert len(said.splitlines()) <= 5
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_the_plan_or_a_reason():
-    assert " per process" in memory_of(named()["shapes"])
-    assert memory_of(named()["methods/rloo"]) == "same as the model"
-    assert memory_of(named()["clip_pairs/shapes_video"]) == "not planned"
 
 
 def keep_methods(monkeypatch, *methods: str) -> None:

@@ -80,14 +80,14 @@ def test_forty_toy_steps_do_not_lower_the_reward(method, tmp_path):
 def choose_run(method: str) -> tuple[list[str], list[str]] | None:
     """Return the run files of a method on Shapes, and settings for its size; None if none fits."""
     if method in TUNED:
-        return [str(KNOWN[TUNED[method]].file)], []
+        return [str(KNOWN[TUNED[method]].files[0])], []
     if method in GRADIENTS:
-        files = [str(KNOWN[name].file) for name in ("shapes_draft", f"methods/{method}")]
+        files = [str(KNOWN[name].files[0]) for name in ("shapes_draft", f"methods/{method}")]
         return files, shrink(compose(files).values)
     found = combination(KNOWN["models/toy_shapes"], method, KNOWN)
     if found is None:
         return None
-    files = [str(part.file) for part in found.parts]
+    files = [str(file) for file in found.files]
     return files, [] if len(files) == 1 else shrink(compose(files).values)
 
 

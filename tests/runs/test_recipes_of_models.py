@@ -11,7 +11,7 @@ import torch
 from flowalign.runs.combinations import combination
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
-from flowalign.runs.run_files import Combination, recipes
+from flowalign.runs.run_files import ShippedRun, recipes
 from flowalign.types import ModelPlan, Setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore
@@ -33,7 +33,7 @@ MODELS = sorted(file.stem for file in (CONFIGS / "models").glob("*.yaml"))
 KIND_OF = dict(zip(MODELS, islice(cycle(KINDS), content_hash() % len(KINDS), None), strict=False))
 
 
-def run_of(model: str, kind: str) -> Combination:
+def run_of(model: str, kind: str) -> ShippedRun:
     found = [combination(KNOWN[f"models/{model}"], method, KNOWN) for method in KINDS[kind]]
     return next(one for one in found if one is not None)
 
@@ -72,7 +72,7 @@ def test_a_model_has_a_plan_for_a_kind_of_method_without_weights_or_network(
     changes = [f"recipe.data.path={pairs}"] if stored else []
     block_sockets(monkeypatch)
     monkeypatch.setattr("pipelines.policy.find_plan", compare_with_record)
-    run = load([str(part.file) for part in one.parts], changes)[0]
+    run = load([str(file) for file in one.files], changes)[0]
     rows = plan(run)
     assert int(rows["trainable parameters"].split()[0].replace(",", "")) > 0, one.name
     assert " per process" in rows["memory, about"], one.name

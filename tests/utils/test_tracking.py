@@ -173,9 +173,12 @@ def test_wandb_stays_offline_unless_told_otherwise(tmp_path, monkeypatch):
 FAKE_TRACKIO = """
 import os
 calls = []
-def init(**options): calls.append((os.environ["TRACKIO_DIR"], options))
-def log(metrics, step): calls.append((step, metrics))
-def finish(): calls.append("finish")
+class Run:
+    def log(self, metrics, step): calls.append((step, metrics))
+    def finish(self): calls.append("finish")
+def init(**options):
+    calls.append((os.environ["TRACKIO_DIR"], options))
+    return Run()
 class Image:
     def __init__(self, image, caption): self.told = image.size, caption
 """
