@@ -128,7 +128,7 @@ def build_job(args: argparse.Namespace) -> "SamplingJob":
     sds_options = {name: vars(args)[name] for name in _SDS_OPTIONS if vars(args)[name] is not None}
     steering = build_steering(run_file, args.reward_sds, sds_options, args.best_of, args.search)
     if steering:
-        steering.check_steps(num_steps)
+        steering.check(num_steps)
         settings |= {steering.name: steering.settings, "rewards": resolved["rewards"]}
     return SamplingJob(
         run=run_file,

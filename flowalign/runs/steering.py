@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -12,8 +12,8 @@ from torch import Tensor
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
-from flowalign.sampling.reward_sds import RewardSDS, Score, optimise
-from flowalign.sampling.search import Search, search
+from flowalign.sampling.reward_sds import RewardSDS, optimise
+from flowalign.sampling.search import Search, SearchCost, search
 from flowalign.training.rollouts.state_values import check_latent_dims
 from flowalign.types import Cond, LatentReward, Policy, Request
 from flowalign.utils.typed_settings import load_typed
@@ -37,13 +37,16 @@ class Steering:
         """Return the name of the steering method, as in a manifest."""
         return "search" if isinstance(self.cfg, Search) else "reward_sds"
 
-    def check(self) -> None:
-        """Raise ValueError if a latent reward lacks a dimension that has a weight."""
-        if isinstance(self.cfg, Search) and isinstance(self.cfg.value, LatentReward):
-            check_latent_dims(self.rewards, self.cfg.value, "search.value")
+    @property
+    def latent_reward(self) -> LatentReward | None:
+        """Return the latent reward that values the states of a search, if there is one."""
+        value = self.cfg.value if isinstance(self.cfg, Search) else None
+        return value if isinstance(value, LatentReward) else None
 
-    def check_steps(self, num_steps: int) -> None:
-        """Raise ValueError if `num_steps` steps do not reach a step at which the search prunes."""
+    def check(self, num_steps: int) -> None:
+        """Raise ValueError if a latent reward lacks a weighted dimension, or no step prunes."""
+        if self.latent_reward:
+            check_latent_dims(self.rewards, self.latent_reward, "search.value")
         if isinstance(self.cfg, Search):
             self.cfg.check(num_steps)
 
@@ -52,8 +55,8 @@ class Steering:
         self.rewards.load()
         if isinstance(self.cfg, Search):
             self.rewards.costs.count(policy.denoiser)
-            if isinstance(self.cfg.value, LatentReward):
-                self.cfg.value.attach(policy)
+        if self.latent_reward:
+            self.latent_reward.attach(policy)
 
     def sample(
         self,
@@ -64,45 +67,35 @@ class Steering:
         generators: Sequence[torch.Generator],
         micro_batch: int,
     ) -> Tensor:
-        """Return one clean latent per request."""
-        score, cfg = self.score(decode, policy.fps), self.cfg
-        asked = num_steps, generators, micro_batch
-        if isinstance(cfg, Search):
-            rate = self.rate if isinstance(cfg.value, LatentReward) else None
-            return search(policy, score, requests, cfg, *asked, rate=rate)
-        return optimise(policy, score, requests, cfg, *asked)
-
-    def score(self, decode: Callable[[Tensor], Tensor], fps: float | None) -> Score:
-        """Return the function that computes the weighted reward of latents."""
-
-        def scored(x: Tensor, requests: Sequence[Request]) -> Tensor:
-            self.rewards.costs.decodes += len(x)
-            return self.total(decode(x), requests, fps)
-
-        return scored
-
-    def total(self, media: Tensor, requests: Sequence[Request], fps: float | None) -> Tensor:
-        """Return the weighted reward of each image or video.
+        """Return one clean latent per request.
 
         Raises:
             RewardFailure: A reward could not be computed.
         """
-        output = self.rewards.score(self.rewards.batch(media, requests, fps=fps))
-        if not (usable := self.rewards.usable(output.valid)).all():
-            i = int((~usable).nonzero()[0])
-            raise RewardFailure(
-                f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
-                f"{output.reasons.get(i, 'no reason given')}"
-            )
-        return (output.values.nan_to_num() * self.rewards.weights).sum(1)
 
-    def rate(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        def score(x: Tensor, requests: Sequence[Request]) -> Tensor:
+            self.rewards.costs.decodes += len(x)
+            output = self.rewards.score(self.rewards.batch(decode(x), requests, fps=policy.fps))
+            if not (usable := self.rewards.usable(output.valid)).all():
+                i = int((~usable).nonzero()[0])
+                raise RewardFailure(
+                    f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
+                    f"{output.reasons.get(i, 'no reason given')}"
+                )
+            return (output.values.nan_to_num() * self.rewards.weights).sum(1)
+
+        asked = num_steps, generators, micro_batch
+        if isinstance(self.cfg, RewardSDS):
+            return optimise(policy, score, requests, self.cfg, *asked)
+        rate = self._rate if self.latent_reward else None
+        return search(policy, score, requests, self.cfg, *asked, rate=rate)
+
+    def _rate(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the weighted score of noisy latents, each at a share of a network evaluation."""
-        assert isinstance(self.cfg, Search)
-        assert isinstance(self.cfg.value, LatentReward)
-        dims, costs = self.cfg.value.dims, self.rewards.costs
+        assert self.latent_reward
+        dims, costs = self.latent_reward.dims, self.rewards.costs
         with costs.paused():  # else partial evaluations would count as whole ones
-            scores = self.cfg.value.score(x, sigma, cond)
+            scores = self.latent_reward.score(x, sigma, cond)
         self.rated += len(x)
         wanted = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
         columns = [scores[:, dims.index(dim)] * weight for dim, weight in wanted if weight]
@@ -113,9 +106,9 @@ class Steering:
         if not isinstance(self.cfg, Search):
             return ""
         per_velocity = policy.evaluations_per_velocity
-        each = self.cfg.cost(num_steps, per_velocity).samples(num_steps, per_velocity)
-        planned = _describe(self._estimate(self.cfg, policy, num_steps, count))
-        return f"{count} to search: {planned}; each takes the evaluations of {each:.4g} samples"
+        each = self.cfg.cost(num_steps, per_velocity)
+        planned, samples = self._describe_plan(each, count), each.samples(num_steps, per_velocity)
+        return f"{count} to search: {planned}; each takes the evaluations of {samples:.4g} samples"
 
     def check_spent(self, policy: Policy, num_steps: int, count: int) -> str:
         """Return the cost that `count` samples have had; empty for RewardSDS.
@@ -125,39 +118,25 @@ class Steering:
         """
         if not isinstance(self.cfg, Search):
             return ""
-        planned = self._estimate(self.cfg, policy, num_steps, count)
-        costs = self.rewards.costs
-        spent = SearchSpent(
-            costs.network_evaluations, costs.decodes, costs.reward_calls, self.rated, planned.share
-        )
+        each = self.cfg.cost(num_steps, policy.evaluations_per_velocity)
+        planned, costs = self._describe_plan(each, count), self.rewards.costs
+        counts = costs.network_evaluations, costs.decodes, costs.reward_calls, self.rated
+        spent = _describe(*counts, each.share)
         if spent != planned:
-            raise RuntimeError(f"planned: {_describe(planned)}; spent: {_describe(spent)}")
-        return f"; spent as planned: {_describe(spent)}"
+            raise RuntimeError(f"planned: {planned}; spent: {spent}")
+        return f"; spent as planned: {spent}"
 
-    def _estimate(self, cfg: Search, policy: Policy, num_steps: int, count: int) -> "SearchSpent":
-        each = cfg.cost(num_steps, policy.evaluations_per_velocity)
-        calls = count * each.scored * len(self.rewards.models)
-        counts = count * each.evaluations, count * each.scored, calls, count * each.rated
-        return SearchSpent(*counts, each.share)
-
-
-class SearchSpent(NamedTuple):
-    """Cost of searches, in counts and as a share per scored noisy latent."""
-
-    evaluations: int
-    decodes: int
-    reward_calls: int
-    rated: int
-    share: float
+    def _describe_plan(self, each: SearchCost, count: int) -> str:
+        calls = each.scored * len(self.rewards.models)
+        counts = [count * n for n in (each.evaluations, each.scored, calls, each.rated)]
+        return _describe(*counts, each.share)
 
 
-def _describe(spent: SearchSpent) -> str:
+def _describe(evaluations: int, decodes: int, calls: int, rated: int, share: float) -> str:
     words = (
-        f"{spent.evaluations} network evaluations, {spent.decodes} decodes for rewards, "
-        f"{spent.reward_calls} reward calls"
+        f"{evaluations} network evaluations, {decodes} decodes for rewards, {calls} reward calls"
     )
-    rated = f", {spent.rated} states rated at {spent.share:.0%} of an evaluation each"
-    return words + (rated if spent.rated else "")
+    return words + (f", {rated} states rated at {share:.0%} of an evaluation each" if rated else "")
 
 
 _SETTING_NAMES = {"latent_rate": "learning_rate"}
@@ -195,9 +174,7 @@ def build_steering(
     if isinstance(cfg, Search) or cfg.weighting != "none":
         rewards.check_weights()
     rewards.check_policy(run_file.policy, with_sound=False)
-    steering = Steering(cfg, rewards.weighted(), settings or json.loads(json.dumps(asdict(cfg))))
-    steering.check()
-    return steering
+    return Steering(cfg, rewards.weighted(), settings or json.loads(json.dumps(asdict(cfg))))
 
 
 def _check_guidance(run_file: Run, option: str) -> None:
