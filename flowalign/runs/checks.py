@@ -26,7 +26,6 @@ from flowalign.training.watch import Panel
 from flowalign.types import encode_requests, prompts_of
 from flowalign.utils.costs import Costs, stage
 from flowalign.utils.run_events import notify
-from flowalign.utils.tracking import Tracker
 
 BEST = "best"
 """Folder of the best checkpoint in a run directory."""
@@ -152,9 +151,9 @@ class VelocityCheck:
             return policy.velocity(x, policy.schedule(4)[1:2], cond)
 
 
-def sample_if_due(session: Session, tracker: Tracker | None, done: int) -> None:
+def sample_if_due(session: Session, done: int) -> None:
     """Sample with the current weights if that is due; the time is not counted as training time."""
-    run, cfg = session.run, session.run.sampled
+    run, cfg, tracker = session.run, session.run.sampled, session.tracker
     if run.samples is None or cfg is None or done % run.samples.every:
         return
     start, rewards = time.perf_counter(), Rewards([], {}, ranks=session.rewards.ranks)

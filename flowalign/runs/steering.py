@@ -121,7 +121,7 @@ class Steering:
         each = self.cfg.cost(num_steps, policy.evaluations_per_velocity)
         planned, costs = self._describe_plan(each, count), self.rewards.costs
         counts = costs.network_evaluations, costs.decodes, costs.reward_calls, self.rated
-        spent = _describe(*counts, each.share)
+        spent = _describe(counts, each.share)
         if spent != planned:
             raise RuntimeError(f"planned: {planned}; spent: {spent}")
         return f"; spent as planned: {spent}"
@@ -129,10 +129,11 @@ class Steering:
     def _describe_plan(self, each: SearchCost, count: int) -> str:
         calls = each.scored * len(self.rewards.models)
         counts = [count * n for n in (each.evaluations, each.scored, calls, each.rated)]
-        return _describe(*counts, each.share)
+        return _describe(counts, each.share)
 
 
-def _describe(evaluations: int, decodes: int, calls: int, rated: int, share: float) -> str:
+def _describe(counts: Sequence[int], share: float) -> str:
+    evaluations, decodes, calls, rated = counts
     words = (
         f"{evaluations} network evaluations, {decodes} decodes for rewards, {calls} reward calls"
     )

@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import yaml
 
 from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import write_report
@@ -40,7 +39,6 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
-from flowalign.utils.run_events import hide_in_settings
 from flowalign.utils.tracking import Tracker
 
 
@@ -70,37 +68,31 @@ def iterate(session: Session) -> Iterator[dict[str, float]]:
 
 def _train(session: Session) -> Iterator[dict[str, float]]:
     run, first = session.run, session.first_step
-    settings = yaml.safe_load(hide_in_settings(session.config))
-    tracker = (
-        Tracker(session.folder, run.trackers, first, settings)
-        if session.processes.is_main
-        else None
-    )
     session.started = time.perf_counter()
     if not first:
-        session.before = _evaluate(session, tracker, 0)
+        session.before = _evaluate(session, 0)
     elif session.owes_evaluation and first < run.num_steps:
-        _evaluate(session, tracker, first)
+        _evaluate(session, first)
     session.owes_evaluation = False
     with stop_between_steps() as stop:
-        done, stopped_by = yield from _steps(session, tracker, stop)
+        done, stopped_by = yield from _steps(session, stop)
         seconds = session.seconds
         if done > first or first == 0:
             _save(session, done, first_save=True)
         stopped_by = stopped_by or _read_stop_signal(session, stop)
         if stopped_by:
-            _end(session, tracker, _summary(session, done, None, seconds, stopped_by))
+            _end(session, _summary(session, done, None, seconds, stopped_by))
             return
-    after = _evaluate(session, tracker, done)
+    after = _evaluate(session, done)
     if session.monitor and session.monitor.ends_run and (kept := roll_back(session, done)) < done:
         done = kept
         _save(session, done, first_save=False)
-        after = _evaluate(session, tracker, done)
-    _end(session, tracker, _summary(session, done, after, seconds, 0))
+        after = _evaluate(session, done)
+    _end(session, _summary(session, done, after, seconds, 0))
 
 
 def _steps(
-    session: Session, tracker: Tracker | None, stop: Callable[[], int]
+    session: Session, stop: Callable[[], int]
 ) -> Generator[dict[str, float], None, tuple[int, int]]:
     """Run the remaining steps; return the number of steps done, and the stop signal or 0.
 
@@ -115,16 +107,17 @@ def _steps(
         for step, metrics in zip(steps, session.loop.run(steps), strict=True):
             done = step + 1
             metrics |= check.after_step() | _costs_so_far(session)
-            _report_step(session, tracker, progress, step, metrics)
+            if session.tracker:
+                _report_step(session, session.tracker, progress, step, metrics)
             session.started += session.loop.draw()
-            sample_if_due(session, tracker, done)
+            sample_if_due(session, done)
             yield metrics
             if done == run.num_steps:
                 break
             if stopped_by := _read_stop_signal(session, stop):
                 session.owes_evaluation = _is_due(run, done)
                 return done, stopped_by
-            if _evaluate_if_due(session, tracker, done):
+            if _evaluate_if_due(session, done):
                 break
             if done % run.checkpoints.every == 0:
                 _save(session, done, first_save=done == run.checkpoints.every)
@@ -134,18 +127,13 @@ def _steps(
 
 
 def _report_step(
-    session: Session,
-    tracker: Tracker | None,
-    progress: Progress,
-    step: int,
-    metrics: dict[str, float],
+    session: Session, tracker: Tracker, progress: Progress, step: int, metrics: dict[str, float]
 ) -> None:
     """Write the metrics of a step, and show them."""
-    if tracker:
-        tracker.log(step, metrics)
-        progress.update(step, metrics)
-        for callback in session.callbacks:
-            callback.on_step(step + 1, metrics)
+    tracker.log(step, metrics)
+    progress.update(step, metrics)
+    for callback in session.callbacks:
+        callback.on_step(step + 1, metrics)
 
 
 def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
@@ -153,11 +141,11 @@ def _read_stop_signal(session: Session, stop: Callable[[], int]) -> int:
     return int(session.processes.ungrouped.gather(torch.tensor([stop()])).max())
 
 
-def _evaluate_if_due(session: Session, tracker: Tracker | None, done: int) -> bool:
+def _evaluate_if_due(session: Session, done: int) -> bool:
     """Evaluate if an evaluation is due; return whether reward hacking ends the run."""
     if not _is_due(session.run, done):
         return False
-    _evaluate(session, tracker, done)
+    _evaluate(session, done)
     return session.monitor is not None and session.monitor.ends_run
 
 
@@ -167,9 +155,9 @@ def _is_due(run: Run, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> None:
+def _end(session: Session, summary: dict[str, Any]) -> None:
     """Write the summary and the report, on the process that has a tracker."""
-    if tracker:
+    if tracker := session.tracker:
         tracker.close()
         bounds = session.run.evaluation and session.run.evaluation.bounds
         summary["warnings"] = bounds.last_warnings(tracker.rows) if bounds else {}
@@ -179,9 +167,9 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
     session.processes.barrier()  # no process exits while others still work
 
 
-def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+def _evaluate(session: Session, done: int) -> dict[str, float] | None:
     """Evaluate the EMA weights after `done` steps; the time is not counted as training time."""
-    cfg = session.run.evaluation
+    cfg, tracker = session.run.evaluation, session.tracker
     if cfg is None:
         return None
     costs, start = _costs_so_far(session), time.perf_counter()
@@ -263,6 +251,7 @@ def _summary(
         return {k: v if math.isfinite(v) else None for k, v in items.items()}
 
     spent = _spent(session)
+    asked = describe_conditioning(session.run.conditioning)
     return {
         "status": "interrupted" if stopped_by else "finished",
         "stopped_by": signal.Signals(stopped_by).name if stopped_by else None,
@@ -272,11 +261,7 @@ def _summary(
         "steps": done,
         "network_evaluations": spent.network_evaluations,
         **asdict(spent),
-        **(
-            {"sampling_asks": asked}
-            if (asked := describe_conditioning(session.run.conditioning))
-            else {}
-        ),
+        **({"sampling_asks": asked} if asked else {}),
         "seed": session.run.seed,
         "processes": session.processes.ranks,
         "gpus": session.processes.ranks if session.processes.device.type == "cuda" else 0,
