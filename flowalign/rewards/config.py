@@ -1,7 +1,7 @@
 """Load reward models: weighted in a run file, in a YAML list `rewards:`, or by one dotted path."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from flowalign.types import FiniteFloat, RewardModel
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import bundled
 from flowalign.utils.setting_errors import describe_wrong_kind
-from flowalign.utils.setting_layers import INLINE
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.typed_settings import build
 
@@ -19,7 +18,7 @@ from flowalign.utils.typed_settings import build
 class WeightedReward:
     """Reward model with the weights of its optimised dimensions."""
 
-    model: RewardModel = field(metadata=INLINE)
+    model: RewardModel
     """Reward model, by dotted path."""
     weight: FiniteFloat | dict[str, FiniteFloat] | None = None
     """Weight per dimension, or one number for a model with one dimension. Dimensions without a

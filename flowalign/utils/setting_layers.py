@@ -4,15 +4,14 @@ Mappings are merged key by key; lists, plain values and components replace the e
 component is a mapping with `class_path`. A mapping without `class_path`, laid over a component,
 changes the component's arguments. These may stand directly in the mapping or under `init_args`.
 
-A dataclass field of type `list[D]` is written flat if `D` marks one of its fields as inline, such
-as a reward next to its weight. The keys `class_path` and `init_args` of an entry describe the
-inline field; other keys describe the remaining fields of `D`.
+A dataclass may have lists with flat entries, such as a reward next to its weight. Its attribute
+`flat_lists` then has the fields of an entry by the name of the list. The keys `class_path` and
+`init_args` of an entry describe the first field, a component; other keys are the other fields.
 """
 
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -24,8 +23,6 @@ from flowalign.utils.strict_yaml import parse_yaml
 
 CLASS, ARGUMENTS = "class_path", "init_args"
 _COMMAND_LINE = "command line"
-INLINE = {"inline": True}
-"""Metadata that marks the inline field of a dataclass."""
 
 
 def merge(base: Any, overlay: Any, file: str, key: str = "") -> Any:
@@ -92,14 +89,12 @@ def apply_options(kind: type, values: Mapping[str, Any], options: Sequence[str])
     Raises:
         ConfigError: A list or mapping is not YAML, or an index is missing or out of range.
     """
-    inline, changed = find_inline_fields(kind), nest_components(kind, values)
+    flat, changed = _find_flat_lists(kind), nest_components(kind, values)
     for option in options:
         key, _, text = option.lstrip("-").partition("=")
         keys = key.split(".")
-        if keys[0] in inline and len(keys) > 2:
-            entry = typing.get_args(typing.get_type_hints(kind)[keys[0]])[0]
-            if keys[2] not in {field.name for field in fields(entry)}:
-                keys.insert(2, inline[keys[0]])
+        if len(keys) > 2 and keys[2] not in flat.get(keys[0], keys):
+            keys.insert(2, flat[keys[0]][0])
         changed = nest_components(kind, _apply(kind, changed, keys, _read_value(key, text), key))
     return changed
 
@@ -154,21 +149,15 @@ def _set_key(base: Any, keys: Sequence[str], key: str, value: Any) -> Any:
     return inner | {first: _set_key(inner.get(first), rest, key, value)}
 
 
-def find_inline_fields(kind: type) -> dict[str, str]:
-    """Return the name of the inline field of each flat list, by name of the list."""
-    found: dict[str, str] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        entry = next(iter(typing.get_args(hint)), None)
-        if typing.get_origin(hint) is list and isinstance(entry, type) and is_dataclass(entry):
-            inline = [one.name for one in fields(entry) if one.metadata.get("inline")]
-            found |= dict.fromkeys([name], inline[0]) if inline else {}
-    return found
+def _find_flat_lists(kind: type) -> Mapping[str, Sequence[str]]:
+    """Return the fields of an entry of each flat list, by name of the list."""
+    return getattr(kind, "flat_lists", {})
 
 
 def nest_components(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the component of each flat entry moved under its inline field."""
     nested = dict(values)
-    for name, inner in find_inline_fields(kind).items():
+    for name, (inner, *_) in _find_flat_lists(kind).items():
         if isinstance(values.get(name), list):
             nested[name] = [_nest(entry, inner) for entry in values[name]]
     return nested
@@ -182,7 +171,7 @@ def flatten_components(
     If the built object of an entry has a method `resolve`, its result updates the entry.
     """
     flat = dict(values)
-    for name, inner in find_inline_fields(kind).items():
+    for name, (inner, *_) in _find_flat_lists(kind).items():
         pairs = zip(values[name] or [], built[name] or [], strict=True)
         flat[name] = [_flatten(entry, inner, one) for entry, one in pairs]
     return flat
@@ -190,7 +179,7 @@ def flatten_components(
 
 def rename_keys(kind: type, message: str) -> str:
     """Return an error message with the keys of flat entries as written in the file."""
-    for name, inner in find_inline_fields(kind).items():
+    for name, (inner, *_) in _find_flat_lists(kind).items():
         message = re.sub(rf"\b{name}((\.\d+)?)\.{inner}\b", rf"{name}\1", message)
     return message
 

@@ -36,20 +36,17 @@ class Composition:
     """Merged settings of the run files of one command."""
 
     values: dict[str, Any]
-    origins: dict[str, str]
-    """File that set each leaf, by dotted key such as `recipe.init_args.sampling.eta`."""
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """Values of the files merged so far, and the same tree with file names as leaves."""
-
-    values: dict[str, Any]
     files: dict[str, Any]
+    """The same tree with the file that set each leaf."""
 
-    def under(self, overlay: Mapping[str, Any], file: str) -> "_Layers":
+    @property
+    def origins(self) -> dict[str, str]:
+        """Return the file of each leaf, by dotted key such as `recipe.init_args.sampling.eta`."""
+        return dict(_iterate_leaves(self.files))
+
+    def under(self, overlay: Mapping[str, Any], file: str) -> "Composition":
         """Return both trees with one more file laid over them."""
-        return _Layers(
+        return Composition(
             merge(self.values, overlay, file),
             merge(self.files, _replace_leaves(overlay, file), file),
         )
@@ -63,19 +60,17 @@ def compose(configs: Sequence[str]) -> Composition:
     """
     if not configs:
         raise ConfigError("no run file was given: name one, such as configs/shapes.yaml")
-    layers = _Layers({}, {})
+    composed = Composition({}, {})
     for place, config in enumerate(configs):
-        before = layers.values
-        layers = _with_file(layers, config)
-        if place and layers.values == before:
-            raise ConfigError(
-                f"{config} changes nothing of {_join_names(configs[:place])}: leave it out"
-            )
-    values, origins = layers.values, dict(_iterate_leaves(layers.files))
-    if _OUTPUT not in values:
-        values = values | {_OUTPUT: f"runs/{'-'.join(Path(config).stem for config in configs)}"}
-        origins[_OUTPUT] = FROM_NAMES
-    return Composition(values, origins)
+        before = composed.values
+        composed = _with_file(composed, config)
+        if place and composed.values == before:
+            earlier = ", ".join(configs[:place])
+            raise ConfigError(f"{config} changes nothing of {earlier}: leave it out")
+    if _OUTPUT not in composed.values:
+        named = {_OUTPUT: f"runs/{'-'.join(Path(config).stem for config in configs)}"}
+        composed = composed.under(named, FROM_NAMES)
+    return composed
 
 
 def find_origin(origins: Mapping[str, str], key: str) -> str | None:
@@ -93,28 +88,22 @@ def find_origin(origins: Mapping[str, str], key: str) -> str | None:
     return below.pop() if len(below) == 1 else None
 
 
-def _with_file(layers: _Layers, config: str) -> _Layers:
+def _with_file(composed: Composition, config: str) -> Composition:
     """Add one file of the command line, after the files that it extends."""
     content = read_mapping(config)
-    bases = _read_extends(content, config)
-    for base in bases:
-        layers = layers.under(_read_base(base, config), base)
-    own = {key: value for key, value in content.items() if key != _EXTENDS}
-    result = layers.under(own, config)
-    if bases and result.values == layers.values:
-        raise ConfigError(f"{config} changes nothing of what it extends: give {_join_names(bases)}")
-    return result
-
-
-def _read_extends(content: Mapping[str, Any], config: str) -> list[str]:
-    """Return the files that a file names in `extends`."""
     if _EXTENDS not in content:
-        return []
-    named = content[_EXTENDS]
+        return composed.under(content, config)
+    named = content.pop(_EXTENDS)
     bases = [named] if isinstance(named, str) else named
     if not isinstance(bases, list) or not bases or not all(isinstance(b, str) for b in bases):
         raise ConfigError(f"{config}: extends is {named!r}; it must be a path or a list of paths")
-    return bases
+    for base in bases:
+        composed = composed.under(_read_base(base, config), base)
+    result = composed.under(content, config)
+    if result.values == composed.values:
+        bases = ", ".join(bases)
+        raise ConfigError(f"{config} changes nothing of what it extends: give {bases}")
+    return result
 
 
 def _read_base(base: str, config: str) -> dict[str, Any]:
@@ -148,10 +137,6 @@ def _iterate_leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[
 
 def _split_key(key: str) -> tuple[str, ...]:
     return tuple(part for part in key.split(".") if part != ARGUMENTS)
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 @dataclass(frozen=True)
@@ -204,13 +189,12 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     """Load a run with the origin of every setting. See `load`."""
     names = [configs] if isinstance(configs, str) else list(configs)
     composed, options = compose(names), join_values(overrides)
-    keys = [option.lstrip("-").partition("=")[0] for option in options if option.startswith("-")]
+    keys = [option[2:].partition("=")[0] for option in options]
     origins = {**composed.origins, **dict.fromkeys(keys, "command line")}
-    shown = " ".join(names)
     folders = [Path(bundled(name)).parent for name in names]
 
     def locate(key: str) -> str:
-        return find_origin(origins, key) or shown
+        return find_origin(origins, key) or " ".join(names)
 
     with pause_garbage_collection():  # the settings name classes, whose modules are imported here
         values = apply_options(Run, composed.values, options)

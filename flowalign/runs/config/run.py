@@ -7,7 +7,7 @@ model; separate configuration classes would repeat every name.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -54,6 +54,8 @@ class TrainingSamples:
 class Run:
     """Run file: a policy, a recipe that trains it, and rewards."""
 
+    flat_lists: ClassVar = {"rewards": ("model", "weight")}
+    """Fields of a reward, see `flowalign.utils.setting_layers`."""
     policy: Policy
     """Trained model, by dotted path of a class in `pipelines` or your own class."""
     num_steps: PositiveInt
