@@ -8,8 +8,8 @@ from typing import Any
 
 from flowalign.api.options import Options
 from flowalign.runs.config import Run
-from flowalign.runs.export_weights import Form, Trained, describe_folder
-from flowalign.runs.model_card import Subject, check_plots
+from flowalign.runs.export_weights import describe_folder
+from flowalign.runs.model_card import Form, Subject, Trained, check_plots
 from flowalign.utils import hub
 from flowalign.utils.files import atomic_write
 from flowalign.utils.live_objects import PREFIX

@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the folder, publish it if asked to, and return 0."""
-    from flowalign.runs.export_weights import Form, export, find_trained, prepare
-    from flowalign.runs.model_card import read_benchmarks
+    from flowalign.runs.export_weights import export, find_trained, prepare
+    from flowalign.runs.model_card import Form, read_benchmarks
     from flowalign.utils.hub import check_name, check_publishing, publish
 
     log, source = get_log(), Path(args.source)

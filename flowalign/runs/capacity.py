@@ -4,7 +4,7 @@ GPU seconds of a stage = count x seconds of a unit. Every GPU does its share of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -77,8 +77,7 @@ def unit_costs(
 
 def gpu_seconds(work: StepWork, costs: UnitCosts, passes: int | float) -> dict[str, float]:
     """Return the seconds of one GPU for all work of a step, by stage."""
-    decode = DECODE_PASSES if work.differentiates_rewards else 1
-    score = REWARD_PASSES if work.differentiates_rewards else 1
+    decode, score = (DECODE_PASSES, REWARD_PASSES) if work.differentiates_rewards else (1, 1)
     return {
         "sampling": work.count("sampling") * costs.evaluation,
         "completions": work.count("completing") * costs.evaluation,
@@ -107,16 +106,6 @@ def exchange_seconds(num_bytes: float, gpu: Gpu, world: int) -> float:
     between = min(gpu.link, gpu.network * gpu.per_machine)
     slowest = gpu.link if world <= gpu.per_machine else between
     return num_bytes * (world - 1) / world / slowest
-
-
-def communication_seconds(
-    gpu: Gpu, world: int, gradient_bytes: float, updates: int, gathered_bytes: float
-) -> float:
-    """Return the seconds of a step for gradients, and for the weights that a process gathers.
-
-    Nothing is taken to overlap with computation, so this is an upper bound at the peak bandwidth.
-    """
-    return exchange_seconds(2 * updates * gradient_bytes + gathered_bytes, gpu, world)
 
 
 def imbalance(items: int, world: int) -> float:
@@ -189,8 +178,7 @@ def find_costs(run: Run, model: ModelPlan, cluster: Cluster) -> UnitCosts:
         _, sampling = run.recipe.sampler or (0, update)
         rows = each * sampling, each * update
         return unit_costs(model, cluster.gpu, cluster.utilization, rows, cluster.reward)
-    reward = costs.reward if cluster.reward is None else cluster.reward
-    return UnitCosts(**{**vars(costs), "reward": reward})
+    return costs if cluster.reward is None else replace(costs, reward=cluster.reward)
 
 
 def predict(
@@ -218,9 +206,10 @@ def predict(
 def _communication(
     run: Run, model: ModelPlan, step: RecipePlan, cluster: Cluster, gpu: Gpu
 ) -> float:
-    """Return the seconds for gradients and gathered weights.
+    """Return the seconds of a step for gradients, and for the weights that a process gathers.
 
-    FSDP2 gathers weights once per network call, and again for its backward pass.
+    FSDP2 gathers weights once per network call, and again for its backward pass. Nothing is taken
+    to overlap with computation, so this is an upper bound at the peak bandwidth.
     """
     gathered, gradient = 0.0, 4.0 * model.trainable
     if run.sharding.weights == "blocks":
@@ -229,7 +218,8 @@ def _communication(
         rollout = ceil((work.count("sampling") + work.count("completing")) / cluster.count / rows)
         update = ceil(work.of_update(2) / cluster.count / run.recipe.micro_batch)
         gathered = (rollout + update) * weights
-    return communication_seconds(gpu, cluster.count, gradient, run.recipe.updates, gathered)
+    exchanged = 2 * run.recipe.updates * gradient + gathered
+    return exchange_seconds(exchanged, gpu, cluster.count)
 
 
 def capacity_rows(run: Run, cluster: Cluster) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +12,18 @@ from flowalign import __version__
 from flowalign.distributed.processes import join
 from flowalign.runs.config import Run, load
 from flowalign.runs.model_card import (
-    SAMPLES,
-    SAMPLES_BEFORE,
-    Evidence,
+    Form,
     Subject,
+    Trained,
     check_plots,
     describe_subject,
     draw_curves,
     model_card,
 )
 from flowalign.training import checkpoint
-from flowalign.types import ExportDtype, ExportTarget
 from flowalign.utils.console import say
 from flowalign.utils.files import atomic_write, read_object, write_json
 from flowalign.utils.run_events import hide_folders, hide_in_settings
-
-_GRIDS = "*.png"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Trained weights, and the files of their run."""
-
-    weights: Path
-    """Folder that `Policy.save_weights` wrote."""
-    config: Path
-    """Complete settings of the run."""
-    run_folder: Path | None
-    """Run directory. None for a checkpoint that was copied without its run."""
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        """Return the summary of the run; empty before it ends."""
-        file = self.run_folder and self.run_folder / "summary.json"
-        return read_object(file) if file and file.is_file() else {}
-
-    @property
-    def grids(self) -> dict[str, Path]:
-        """Return the newest grid of samples and the one before training, by their exported names.
-
-        Without an evaluation before training there is only the newest one.
-        """
-        found = sorted((self.run_folder / "samples").glob(_GRIDS)) if self.run_folder else []
-        named = {SAMPLES: found[-1]} if found else {}
-        before = [file for file in found[:-1] if file.stem == "step-000000"]
-        return named | dict(zip([SAMPLES_BEFORE], before, strict=False))
-
-
-@dataclass(frozen=True)
-class Form:
-    """Format and folder of an export."""
-
-    target: ExportTarget
-    dtype: ExportDtype
-    out: Path
-    """New folder."""
-    license: str | None = None
-    """Licence of the weights, for the model card."""
-    benchmarks: Sequence[tuple[str, str]] = ()
-    """Titles and Markdown of benchmark results, for the model card."""
 
 
 def find_trained(source: Path, averaged: bool) -> Trained:
@@ -153,8 +105,7 @@ def describe_folder(folder: Path, subject: Subject, trained: Trained, form: Form
     curves = draw_curves(trained.run_folder) if trained.run_folder else None
     if curves:
         (folder / "curves.png").write_bytes(curves)
-    shown = Evidence([*trained.grids], bool(curves), form.benchmarks)
-    card = model_card(subject, trained.config, trained.summary, form.target, form.license, shown)
+    card = model_card(subject, trained, form, bool(curves))
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

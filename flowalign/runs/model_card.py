@@ -14,7 +14,7 @@ from flowalign.reports.records import Lines, Series, collect
 from flowalign.rewards.config import read_weights
 from flowalign.runs.config import Run
 from flowalign.runs.sampling_job import hash_weights
-from flowalign.types import ExportTarget, describe_conditioning
+from flowalign.types import ExportDtype, ExportTarget, describe_conditioning
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import PREFIX
@@ -32,15 +32,46 @@ _TASKS = {
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Results that the card shows."""
+class Trained:
+    """Trained weights, and the files of their run."""
 
-    grids: Sequence[str]
-    """Names of the grids of samples next to the card: SAMPLES, SAMPLES_BEFORE."""
-    has_curves: bool
-    """Whether `curves.png` is next to the card."""
-    benchmarks: Sequence[tuple[str, str]]
-    """Titles and Markdown of benchmark results."""
+    weights: Path
+    """Folder that `Policy.save_weights` wrote."""
+    config: Path
+    """Complete settings of the run."""
+    run_folder: Path | None
+    """Run directory. None for a checkpoint that was copied without its run."""
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """Return the summary of the run; empty before it ends."""
+        file = self.run_folder and self.run_folder / "summary.json"
+        return read_object(file) if file and file.is_file() else {}
+
+    @property
+    def grids(self) -> dict[str, Path]:
+        """Return the newest grid of samples and the one before training, by their exported names.
+
+        Without an evaluation before training there is only the newest one.
+        """
+        found = sorted((self.run_folder / "samples").glob("*.png")) if self.run_folder else []
+        named = {SAMPLES: found[-1]} if found else {}
+        before = [file for file in found[:-1] if file.stem == "step-000000"]
+        return named | dict(zip([SAMPLES_BEFORE], before, strict=False))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Format and folder of an export."""
+
+    target: ExportTarget
+    dtype: ExportDtype
+    out: Path
+    """New folder."""
+    license: str | None = None
+    """Licence of the weights, for the model card."""
+    benchmarks: Sequence[tuple[str, str]] = ()
+    """Titles and Markdown of benchmark results, for the model card."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +90,20 @@ def describe_subject(run: Run) -> Subject:
     return Subject(task, describe_conditioning(run.conditioning))
 
 
-def model_card(
-    subject: Subject,
-    config: Path,
-    summary: Mapping[str, Any],
-    target: ExportTarget,
-    license: str | None,
-    evidence: Evidence,
-) -> str:
-    """Return the card: front matter, use, training settings, measured rewards and benchmarks."""
-    settings = yaml.safe_load(hide_folders(config.read_text(encoding="utf-8")))
+def model_card(subject: Subject, trained: Trained, form: Form, has_curves: bool = False) -> str:
+    """Return the card: front matter, use, training settings, measured rewards and benchmarks.
+
+    `has_curves` says whether `curves.png` is next to the card.
+    """
+    text, summary = trained.config.read_text(encoding="utf-8"), trained.summary
+    settings = yaml.safe_load(hide_folders(text))
     path, task = str(settings["policy"]["init_args"].get("path", "")), subject.task
     base = "" if path.startswith(PREFIX) else path
     front: dict[str, Any] = {"base_model": base} if "/" in base else {}  # the hub takes only ids
     front |= {"library_name": "diffusers", "pipeline_tag": task}
-    front |= {"license": license} if license else {}
-    front["tags"] = ["flowalign", task, "diffusers", *([] if target == "merged" else ["lora"])]
-    if evidence.grids:
+    front |= {"license": form.license} if form.license else {}
+    front["tags"] = ["flowalign", task, "diffusers", *([] if form.target == "merged" else ["lora"])]
+    if trained.grids:
         front["widget"] = [{"text": "samples", "output": {"url": SAMPLES}}]
     before, after = summary.get("before") or {}, summary.get("after") or {}
     text = render(
@@ -83,8 +111,10 @@ def model_card(
         {"quoted": repr},
         front=yaml.safe_dump(front, sort_keys=False),
         base=base,
-        target=target,
-        evidence=evidence,
+        target=form.target,
+        grids=trained.grids,
+        has_curves=has_curves,
+        benchmarks=form.benchmarks,
         words=subject.words,
         training=_describe_training(settings, summary),
         rewards={

@@ -1,6 +1,6 @@
 """Begin, claim and clear run directories, and check that a run may resume with its settings."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +73,16 @@ class SettingChange:
         return f"{self.name}: {_shorten(self.before)} -> {_shorten(self.after)}"
 
 
-def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[SettingChange]:
-    """Return the settings that differ; for a component of another class, only the class."""
-    return list(_iterate_changes("", before, after))
+def find_changes(before: Any, after: Any, name: str = "") -> list[SettingChange]:
+    """Return the settings below `name` that differ; for another class, only the class."""
+    both = isinstance(before, Mapping) and isinstance(after, Mapping)
+    if not both or before.get("class_path") != after.get("class_path"):
+        return [SettingChange(name, before, after)] if before != after else []
+    found: list[SettingChange] = []
+    for key in dict.fromkeys([*before, *after]):
+        inside = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+        found += find_changes(before.get(key, _NOTHING), after.get(key, _NOTHING), inside)
+    return found
 
 
 def shorten_list(some: Sequence[object], most: int = _MOST) -> list[str]:
@@ -94,31 +101,13 @@ def check_resumable(
         ValueError: A setting differs that a resumed run cannot change.
     """
     found = find_changes(before, after)
-    refused = [change for change in found if not change.accepted]
-    if refused:
+    if refused := [change for change in found if not change.accepted]:
+        listed = "\n".join(shorten_list(refused))
         raise ValueError(
-            "\n".join(
-                [
-                    f"{where} cannot resume with other settings (earlier -> now):",
-                    *shorten_list(refused),
-                    f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch.",
-                ]
-            )
+            f"{where} cannot resume with other settings (earlier -> now):\n{listed}\n"
+            f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch."
         )
     return found
-
-
-def _iterate_changes(name: str, before: Any, after: Any) -> Iterable[SettingChange]:
-    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
-        if before != after:
-            yield SettingChange(name, before, after)
-        return
-    if before.get("class_path") != after.get("class_path"):
-        yield SettingChange(name, before, after)
-        return
-    for key in dict.fromkeys([*before, *after]):
-        inside = name if key == "init_args" else f"{name}.{key}".lstrip(".")
-        yield from _iterate_changes(inside, before.get(key, _NOTHING), after.get(key, _NOTHING))
 
 
 def _shorten(value: Any) -> str:

@@ -41,10 +41,11 @@ class ShippedRun:
 
     def under(self, other: "ShippedRun") -> "ShippedRun":
         """Return the run with another file layered over this one."""
+        labels: list[Label] = [self.label, other.label]
         return ShippedRun(
             f"{self.name} {other.name}",
             self.files + other.files,
-            max(self.label, other.label, key=get_args(Label).index),
+            max(labels, key=get_args(Label).index),
             other.about if len(self.files) == 1 else self.about,
             tuple(dict.fromkeys(other.papers + self.papers)),
         )

@@ -19,7 +19,6 @@ from flowalign.runs.capacity import (
     UnitCosts,
     backward_passes,
     capacity_rows,
-    communication_seconds,
     exchange_seconds,
     gpu_seconds,
     imbalance,
@@ -148,11 +147,6 @@ def test_rings_between_machines_use_the_links_of_all_gpus_of_a_machine():
     assert exchange_seconds(100.0, TINY, 1) == 0
     assert exchange_seconds(100.0, TINY, 4) == pytest.approx(100 * 3 / 4 / 10)
     assert exchange_seconds(100.0, TINY, 8) == pytest.approx(100 * 7 / 8 / 4)
-
-
-def test_an_all_reduce_is_two_exchanges_and_gathers_add():
-    found = communication_seconds(TINY, 2, gradient_bytes=20.0, updates=3, gathered_bytes=40.0)
-    assert found == pytest.approx(2 * 3 * 20 / 2 / 10 + 40 / 2 / 10)
 
 
 def test_uneven_shares():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from flowalign.extra import RewardLevels, RewardWords
 from flowalign.runs import Session, checks, load, plan, start, train
 from flowalign.runs.checks import VelocityCheck
-from flowalign.runs.model_card import Evidence, describe_subject, model_card
+from flowalign.runs.model_card import Form, Trained, describe_subject, model_card
 from flowalign.runs.sampling_job import SamplingJob, write_folder
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.training.recipe import Recipe
@@ -303,14 +303,14 @@ def test_the_folder_of_a_run_says_how_to_ask(tmp_path):
     assert go(run)["sampling_asks"] == "PROMPT, vivid"
     config = tmp_path / "config.yaml"
     config.write_text("policy: {init_args: {path: base}}\nrecipe: {class_path: Recipe}\n")
-    nothing = Evidence(grids=(), has_curves=False, benchmarks=())
-    card = model_card(describe_subject(run), config, {}, "diffusers", None, nothing)
+    trained, form = Trained(tmp_path, config, None), Form("diffusers", "fp32", tmp_path)
+    card = model_card(describe_subject(run), trained, form)
     assert "## Words" in card
     assert "\n    PROMPT, vivid\n" in card
     plain = new_run(tmp_path / "plain", num_steps=1)
     assert "sampling asks" not in plan(plain)
     subject = describe_subject(plain)
-    assert "## Words" not in model_card(subject, config, {}, "diffusers", None, nothing)
+    assert "## Words" not in model_card(subject, trained, form)
     parrot = RewardWords(words={"redness": "<r>"})
     told = plan(new_run(tmp_path / "parrot", conditioning=parrot))["sampling asks"]
     assert told == "<r> PROMPT; weight 5, PROMPT alone 5, the empty prompt the remaining weight"
