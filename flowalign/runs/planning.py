@@ -137,10 +137,8 @@ def _choose_settings(parts: Sequence[MemoryPart], available: int) -> tuple[list[
         if not lower:
             break
         exact = {s: then for s, then in lower.items() if not s.startswith(LOSSY)} or lower
-        enough = {s: then for s, then in exact.items() if then <= available}
-        best = (
-            max(enough, key=lambda s: enough[s]) if enough else min(exact, key=lambda s: exact[s])
-        )
+        enough = [s for s, then in exact.items() if then <= available]
+        best = max(enough, key=exact.__getitem__) if enough else min(exact, key=exact.__getitem__)
         chosen.append(best)
         parts = _apply_setting(parts, best)
     return chosen, peak(parts)
@@ -148,36 +146,39 @@ def _choose_settings(parts: Sequence[MemoryPart], available: int) -> tuple[list[
 
 def _apply_setting(parts: Sequence[MemoryPart], setting: str) -> list[MemoryPart]:
     """Return the parts with a setting applied; other savings shrink in proportion."""
-    found = []
-    for part in parts:
+
+    def shrink(part: MemoryPart) -> MemoryPart:
         saved = part.savings.get(setting, 0)
-        if saved > 0 and part.num_bytes:
-            share = max(0.0, 1 - saved / part.num_bytes)
-            others = {s: round(b * share) for s, b in part.savings.items() if s != setting}
-            part = replace(part, num_bytes=round(part.num_bytes * share), savings=others)
-        found.append(part)
-    return found
+        if saved <= 0 or not part.num_bytes:
+            return part
+        share = max(0.0, 1 - saved / part.num_bytes)
+        others = {s: round(b * share) for s, b in part.savings.items() if s != setting}
+        return replace(part, num_bytes=round(part.num_bytes * share), savings=others)
+
+    return [shrink(part) for part in parts]
 
 
 def explain_shortage(error: BaseException, parts: Sequence[MemoryPart]) -> str:
     """Return the message for a run out of memory: the part, and settings that would help."""
     called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     name = next((part for function, part in _BY_FUNCTION.items() if function in called), "")
-    about = {part.name: part for part in parts}
-    planned = f", planned at {size(about[name].num_bytes)}" if name in about else ""
-    lines = [f"out of memory on the GPU{f' for {name}{planned}' if name else ''}"]
-    lines[0] += f", of {size(peak(parts))} in all without reward models"
+    sizes = {part.name: f", planned at {size(part.num_bytes)}" for part in parts}
+    place = f" for {name}{sizes.get(name, '')}" if name else ""
     now = peak(parts)
     savings = {s: now - peak(_apply_setting(parts, s)) for part in parts for s in part.savings}
-    best = sorted((s for s in savings if savings[s] > 0), key=lambda s: -savings[s])
-    best.sort(key=lambda s: s.startswith(LOSSY))
-    tries = [f"try: {s}, which saves {size(savings[s])}" for s in best[:_NAMED]]
+    best = sorted(savings, key=lambda s: (s.startswith(LOSSY), -savings[s]))
+    tries = [f"{s}, which saves {size(savings[s])}" for s in best if savings[s] > 0][:_NAMED]
     if name == "activations" and not any("gradient_checkpointing" in s for s in savings):
-        tries[-1:] = ["try: speed.kept_blocks: 0, which recomputes the activations of all blocks"]
-    lines += tries
+        tries[-1:] = ["speed.kept_blocks: 0, which recomputes the activations of all blocks"]
     if name == "reward models":
-        lines[1:] = ["try: serve the rewards from another process (flowalign serve-reward)"]
-    return "\n".join([*lines, "flowalign check lists settings for 16, 24, 48 and 80 GB"])
+        tries = ["serve the rewards from another process (flowalign serve-reward)"]
+    return "\n".join(
+        [
+            f"out of memory on the GPU{place}, of {size(now)} in all without reward models",
+            *(f"try: {one}" for one in tries),
+            "flowalign check lists settings for 16, 24, 48 and 80 GB",
+        ]
+    )
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
