@@ -25,7 +25,6 @@ from reward_models import (
     WinRate,
     YesNo,
     deqa,
-    vision_reward_video,
 )
 from reward_models.backbones.detection import Detection
 from reward_models.backbones.pixels import pad_to_square
@@ -522,47 +521,37 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
     server = Server("http://127.0.0.1:1/v1", MODEL)
     own = tmp_path / "own.txt"
     own.write_text("{media} {prompt}?")
-    check_fingerprints(
-        [
-            UnifiedRewardPoint(server),
-            UnifiedRewardPoint(replace(server, model="other")),
-            UnifiedRewardPoint(server, template=str(own)),
-            UnifiedRewardPoint(server, squash=512),
-            UnifiedRewardPoint(server, form="final"),
-            UnifiedRewardPoint(server, sampling=Sampling(passes=2)),
-            UnifiedRewardPoint(server, sampling=Sampling(temperature=0.5)),
-            EditScore(server),
-            EditScore(server, "average_first"),
-            VideoScore2(server),
-            VideoScore2(server, "upstream"),
-            VideoScore2(server, rate=1.0),
-            YesNo(server),
-            YesNo(server, {"a": "b?"}),
-            Levels(server),
-            Levels(server, beginning=""),
-            Levels(server, square=True),
-            deqa(server),
-            MagicAssessor(server),
-            MagicAssessor(server, side=512),
-            RationalRewards(server),
-            RationalRewards(server, "edit"),
-            WinRate(OneReward(server)),
-            WinRate(OneReward(server, tasks={"image_fill": "filling"})),
-            WinRate(OneReward(server), "one"),
-            WinRate(OneReward(server, "image fill")),
-            WinRate(UnifiedRewardPair(server)),
-            WinRate(UnifiedRewardPair(server, "think")),
-            WinRate(UnifiedRewardPair(server, "think_image")),
-            WinRate(UnifiedRewardPair(server, "score")),
-            WinRate(UnifiedRewardPair(server, "flex")),
-            WinRate(UnifiedRewardEdit(server)),
-            WinRate(UnifiedRewardEdit(server, "score")),
-            UnifiedRewardPoint(server, "video"),
-            UnifiedRewardPoint(server, "video", frames=8),
-            WinRate(RationalPair(server)),
-            WinRate(RationalPair(server, "edit")),
-        ]
+    judges = {
+        UnifiedRewardPoint: [
+            {"template": str(own)},
+            *(
+                {"squash": 512},
+                {"form": "final"},
+                {"form": "video"},
+                {"form": "video", "frames": 8},
+            ),
+            *({"sampling": Sampling(passes=2)}, {"sampling": Sampling(temperature=0.5)}),
+        ],
+        EditScore: [{"reduction": "average_first"}],
+        VideoScore2: [{"mode": "upstream"}, {"rate": 1.0}],
+        YesNo: [{"questions": {"a": "b?"}}],
+        Levels: [{"beginning": ""}, {"square": True}],
+        MagicAssessor: [{"side": 512}],
+        RationalRewards: [{"task": "edit"}],
+    }
+    pairs = {
+        OneReward: [{"tasks": {"image_fill": "filling"}}, {"task": "image fill"}],
+        UnifiedRewardPair: [{"form": form} for form in ("think", "think_image", "score", "flex")],
+        UnifiedRewardEdit: [{"form": "score"}],
+        RationalPair: [{"task": "edit"}],
+    }
+    made, compared = (
+        [kind(server, **changes) for kind, some in kinds.items() for changes in ({}, *some)]
+        for kinds in (judges, pairs)
     )
+    other = UnifiedRewardPoint(replace(server, model="other"))
+    won = [*map(WinRate, compared), WinRate(compared[0], "one")]
+    check_fingerprints([*made, other, deqa(server), *won])
     elsewhere = replace(server, url="http://127.0.0.1:2/v1", concurrency=3, timeout=1.0)
     one, two = UnifiedRewardPoint(server), UnifiedRewardPoint(elsewhere)
     assert one.spec.fingerprint() == two.spec.fingerprint()
@@ -661,22 +650,6 @@ def test_each_question_about_each_sample_gets_its_own_probability(serve):
     wanted = torch.tensor([[0.2, 0.6, torch.nan], [0.4, 0.8, torch.nan]])
     torch.testing.assert_close(found, wanted, atol=0.005, rtol=0, equal_nan=True)
     torch.testing.assert_close(alone[0], found[1], equal_nan=True)
-
-
-@pytest.mark.slow
-def test_the_released_video_checklist_runs_on_a_server_that_says_yes_to_everything(serve):
-    def yes(request):
-        return Reply("Yes", [("Yes", {"Yes": -0.01, "No": -5.0})])
-
-    batch = MediaBatch(torch.rand(2, 2, 3, 8, 8), ["a cat", "a dog"], fps=[1.0, 1.0])
-    reward = vision_reward_video(judge_at(serve(yes)))
-    output = reward.score(batch)
-    texts = {request.text for request in serve.running[0].requests}
-    assert output.valid.all()
-    assert len(texts) == 29 + 3, "three questions contain the prompt"
-    total = output.values[0, reward.spec.dims.index(reward.spec.dims[-1])]
-    assert torch.isfinite(total)
-    assert torch.equal(output.values[0], output.values[1])
 
 
 def test_a_server_that_fails_leaves_no_number_and_a_reason_that_may_pass(serve):

@@ -95,9 +95,13 @@ def test_words_without_most_of_the_probability_are_no_answer():
     assert found == pytest.approx([0.8, 0.2])
 
 
-def test_tokens_with_the_space_marks_of_tokenizers_are_words():
-    answer = first_token(Yes=0.3, space_Yes=0.1, mark_yes=0.2, space_No=0.25, mark_NO=0.15)
-    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([0.6, 0.4])
+def test_spellings_and_space_marks_of_a_word_add_up_and_others_are_left_out():
+    answer = first_token(Yes=0.1, space_Yes=0.1, mark_yes=0.2, NO=0.1, mark_NO=0.1, maybe=0.4)
+    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([2 / 3, 1 / 3])
+    with pytest.raises(Unparsable, match="none of good, bad"):
+        word_probabilities(answer, 0, ("good", "bad"))
+    with pytest.raises(Unparsable, match="no log-prob"):
+        word_probabilities(ChatAnswer("Yes"), 0, ("yes", "no"))
 
 
 def test_probabilities_of_tokens_with_one_text_add_up():
@@ -173,14 +177,6 @@ def test_batches_of_edit_score_agree_where_the_reference_did_not_invent_a_score(
         _, _, pq, found = reduce_passes(passes, row["reduction"]).tolist()
         assert pq == pytest.approx(result["PQ_score"], abs=1e-6)
         assert found == pytest.approx(result["O_score"], abs=1e-6)
-
-
-def test_the_corpus_of_batches_holds_both_kinds():
-    kinds = [
-        len(g) == len(r) for row in CORPUS["editscore_batch_evaluate"] for g, r, _ in _edits(row)
-    ]
-    assert kinds.count(True) >= 5
-    assert kinds.count(False) >= 5
 
 
 @pytest.mark.parametrize("row", CORPUS["unifiedreward_texts"], ids=lambda row: row["text"][:30])
@@ -368,16 +364,6 @@ def test_an_expectation_orders_what_upstream_weighing_does_not():
     assert weighed(likely, "expectation") > weighed(certain, "expectation")
 
 
-def test_shares_add_up_the_spellings_of_a_word_and_leave_others_out():
-    said = {"Yes": 0.3, " yes": 0.1, "NO": 0.2, "maybe": 0.4}
-    answer = first_token(**said)
-    assert word_probabilities(answer, 0, ("yes", "no")) == pytest.approx([2 / 3, 1 / 3])
-    with pytest.raises(Unparsable, match="none of good, bad"):
-        word_probabilities(answer, 0, ("good", "bad"))
-    with pytest.raises(Unparsable, match="no log-prob"):
-        word_probabilities(ChatAnswer("Yes"), 0, ("yes", "no"))
-
-
 BOXES = [
     (r'<think>x</think>\boxed{"Whether Normal": true, "Type of Deformity": {}}', (True, ())),
     (r'\boxed{{"Whether Normal": true}}', (True, ())),
@@ -420,54 +406,18 @@ def test_a_score_may_be_followed_by_punctuation_or_its_own_scale(text):
     assert parse_score(text, 1.0, 5.0) == 4
 
 
-PIECES = st.sampled_from(
-    [
-        "Alignment Score (1-5): ",
-        "Coherence Score: ",
-        "Style: ",
-        "Final Score: ",
-        "score",
-        '"score": ',
-        "[",
-        "]",
-        "{",
-        "}",
-        ", ",
-        "\n",
-        "**",
-        "/",
-        "5",
-        "25",
-        "-3",
-        "4.5",
-        "1e9",
-        "NaN",
-        "inf",
-        "9" * 40,
-        "\\boxed{",
-        '"Whether Normal": ',
-        "true",
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "Image 1 is better",
-        "Image 2 is better",
-        "equally good",
-        "tie",
-        "1. Text Faithfulness:\n",
-        "2. Physical and Visual Quality",
-        "## Score: ",
-        "N/A",
-        "# Summary:",
-        "(1) visual quality: ",
-        "(2) text-to-video alignment: ",
-        "(3) physical/common-sense consistency: ",
-        "٣",
-        "“",
-    ]
+PIECES = (
+    *("Alignment Score (1-5): ", "Coherence Score: ", "Style: ", "Final Score: ", "score"),
+    *('"score": ', "[", "]", "{", "}", ", ", "\n", "**", "/", "5", "25", "-3", "4.5", "1e9"),
+    *("NaN", "inf", "\\boxed{", '"Whether Normal": ', "true", "<think>", "</think>", "<answer>"),
+    *("</answer>", "Image 1 is better", "Image 2 is better", "equally good", "tie"),
+    *("1. Text Faithfulness:\n", "2. Physical and Visual Quality", "## Score: ", "N/A"),
+    *("# Summary:", "(1) visual quality: ", "(2) text-to-video alignment: "),
+    *("(3) physical/common-sense consistency: ", "٣", "“"),
 )
-TEXTS = st.lists(PIECES | st.text(max_size=5) | st.floats().map(str), max_size=14).map("".join)
+NUMBERS = st.just("9" * 40) | st.floats().map(str)
+WORDS = st.sampled_from(PIECES) | st.text(max_size=5)
+TEXTS = st.lists(WORDS | NUMBERS, max_size=14).map("".join)
 
 
 @pytest.mark.slow

@@ -121,14 +121,6 @@ def test_an_unanswered_question_that_counts_makes_the_sample_invalid(tmp_path):
         assert silent in output.reasons[0]
 
 
-def test_a_mean_divides_by_all_items(tmp_path):
-    judge = FakeJudge({"face?": 0.0, "sharp?": 1.0, "bright?": 1.0})
-    path = written(small_question_set(reduction="mean", intercept=0.0), tmp_path)
-    torch.testing.assert_close(
-        Checklist(judge, path).score(one()).values, torch.tensor([[0.25, 0.25, 0.0]])
-    )
-
-
 def test_dimensions_add_up_to_the_overall_score_and_answers_are_reported():
     model = vision_reward_image(FakeJudge(), "judge", "soft")
     output = model.score(example_batch())
@@ -207,16 +199,6 @@ def test_models_with_other_questions_judges_or_answers_have_other_fingerprints(t
     ]
     models.append(Checklist(FakeJudge(), written(small_question_set(intercept=1.0), tmp_path)))
     check_fingerprints(models)
-
-
-def test_loading_loads_the_judge():
-    judge = FakeJudge()
-    vision_reward_image(judge, "judge").load()
-    assert judge.loads == 1
-
-
-def test_a_question_set_is_written_and_read_back(tmp_path):
-    assert read_question_set(written(small_question_set(), tmp_path)) == small_question_set()
 
 
 @pytest.mark.parametrize(

@@ -236,15 +236,6 @@ def test_a_video_that_cannot_be_asked_about_is_a_failure_with_a_reason(short):
     assert "over 200 times" in short.score(ribbon).reasons[0]
 
 
-def test_pictures_and_videos_of_unknown_rate_are_refused(short):
-    batch = replace(example_batch(2, frames=4), fps=(8.0, 8.0))
-    with pytest.raises(ValueError, match="needs fps"):
-        short.score(replace(batch, fps=()))
-    picture = short.score(replace(batch, media=batch.media[:, :1]))
-    assert not picture.valid.any()
-    assert picture.reasons[0] == "video_reward needs at least two frames"
-
-
 # The checkpoint.
 
 
