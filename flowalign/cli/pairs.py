@@ -15,7 +15,7 @@ from flowalign.utils.files import write_rows, write_text
 
 if TYPE_CHECKING:
     from flowalign.curation.pairing_job import PairingJob, PairSelection
-    from flowalign.curation.score_table import PairingRule
+    from flowalign.curation.score_table import PairChoice, PairingRule
 
 HELP = "Make training pairs from a table of scores."
 EXIT_FAILED = 1

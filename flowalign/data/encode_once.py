@@ -49,7 +49,6 @@ class LatentCache:
         """Number of latents that were computed instead of read from the cache."""
         self.num_stored = 0
         """Number of latents that the dataset itself stores as files."""
-        self._digests: dict[str, bytes] = {}
 
     @cached_property
     def encoder(self) -> str:
@@ -70,18 +69,17 @@ class LatentCache:
             except (OSError, ValueError) as error:
                 failed[i] = str(error)
         broken = self.store.fill({some: media[i] for i, some in keys.items()}, self._encode)
-        return failed | {
-            i: broken[key] for i, some in keys.items() for key in some if key in broken
-        }
+        failures = {i: broken[key] for i in keys for key in keys[i] if key in broken}
+        return failed | failures
 
     def identify(self, medium: Media) -> Media:
-        """Return the media item with its digest; a file is read only once.
+        """Return the media item with its digest; an unchanged file is read only once.
 
         Raises:
             ValueError: The item has neither a path nor data.
             OSError: The file cannot be read.
         """
-        return replace(medium, digest=self._digest(medium).hex())
+        return replace(medium, digest=digest_media(medium).hex())
 
     def read(self, media: Sequence[Media], flipped: Sequence[bool]) -> Float[Tensor, "n *latent"]:
         """Return latents of prepared media, mirrored where `flipped`, in float32 on the CPU.
@@ -99,16 +97,8 @@ class LatentCache:
         how = f" {flip} {self.max_frames} {self.dtype}"
         if self.policy.fps:
             how += f" {self.policy.fps} {self.policy.num_frames} {medium.fps}"
-        return hashlib.sha256(self._digest(medium) + how.encode()).digest()
-
-    def _digest(self, medium: Media) -> bytes:
-        if medium.digest:
-            return bytes.fromhex(medium.digest)
-        if medium.path is None:
-            return digest_media(medium)
-        if medium.path not in self._digests:
-            self._digests[medium.path] = digest_media(medium)
-        return self._digests[medium.path]
+        digest = bytes.fromhex(medium.digest) if medium.digest else digest_media(medium)
+        return hashlib.sha256(digest + how.encode()).digest()
 
     def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
         """Encode media in batches of equal shape and store the latents; return failures by key."""
@@ -259,15 +249,18 @@ class PromptEmbeddingCache:
 
 def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: Processes) -> str:
     """Return a line with the numbers of cached and encoded items, over all processes."""
-    found = {"latents": latents, "prompts": texts}
-    now = {name: float(part.num_encoded) for name, part in found.items()}
-    now["stored"] = float(latents.num_stored)
-    now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
-    now = {name: int(count) for name, count in processes.sum_by_name(now).items()}
+    mine = {
+        "latents": latents.num_encoded,
+        "prompts": texts.num_encoded,
+        "stored": latents.num_stored,
+        "damaged": latents.store.num_damaged + texts.store.num_damaged,
+    }
+    total = processes.sum_by_name({name: float(count) for name, count in mine.items()})
+    now = {name: int(count) for name, count in total.items()}
     lines = [
-        f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
-        f"{part.store.num_found:,} from the cache"
-        for name, part in found.items()
+        f"{now[name] + store.num_found:,} {name}: {now[name]:,} encoded now, "
+        f"{store.num_found:,} from the cache"
+        for name, store in (("latents", latents.store), ("prompts", texts.store))
     ]
     if now["stored"]:
         lines.append(f"latents that the dataset holds: {now['stored']:,}")

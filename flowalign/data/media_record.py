@@ -76,14 +76,10 @@ def read_reference(medium: Media) -> Reference:
     Raises:
         MediaProblem: The file does not exist.
     """
-    if medium.path is None:
-        content, name = digest_media(medium).hex(), f"{len(medium.data or b'')} bytes"
-    else:
-        path, name = Path(medium.path), medium.path
-        if not path.exists():
-            raise MediaProblem(describe_missing(path))
-        content = _digest(name, stamp_media(medium))
-    return Reference(name, content, partial(_read_pixels, medium, content))
+    if medium.path and not Path(medium.path).exists():
+        raise MediaProblem(describe_missing(Path(medium.path)))
+    content = digest_media(medium).hex()
+    return Reference(medium.name, content, partial(_read_pixels, medium, content))
 
 
 def _read_pixels(medium: Media, content: str) -> Float[Tensor, "F 3 H W"]:
@@ -93,11 +89,6 @@ def _read_pixels(medium: Media, content: str) -> Float[Tensor, "F 3 H W"]:
 @lru_cache(maxsize=_KEPT)
 def _decode_cached(medium: Media, _content_and_background: str) -> Clip:
     return decode(medium)
-
-
-@cache
-def _digest(path: str, _stamp: str) -> str:
-    return digest_media(Media(path)).hex()
 
 
 @cache

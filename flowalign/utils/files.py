@@ -141,7 +141,7 @@ def digest_file(path: Path) -> str:
     return _digest(path, about.st_size, about.st_mtime_ns)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def _digest(path: Path, _size: int, _modified: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.preference.convert import drop_misfits, drop_short, read_pairs, read_samples
 from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair, Sample
@@ -17,45 +16,30 @@ from flowalign.types import ConditionedPrompt, InputSpec, Policy, PromptConditio
 _NAMES = ("positive", "negative")
 
 
-def read_attributes(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Pair]:
-    """Yield a pair per image or video of the rows with texts `positive` and `negative`.
+def _read_attributes(
+    dataset: Dataset, as_captions: bool, keep: Keep, report: DropReport
+) -> Iterator[Example]:
+    """Yield the images or videos of the rows with texts `positive` and `negative`.
 
-    Rows without both texts are added to `report`.
+    Each is a pair with itself under both texts or, for an expert, a sample with both texts in the
+    prompt. Rows without both texts are added to `report`.
     """
-    for where, record in _add_attributes(dataset, report):
-        yield from (_make_pair(record, keep(medium), where) for medium in record.media)
-
-
-def read_captions(dataset: Dataset, keep: Keep, report: DropReport) -> Iterator[Sample]:
-    """Yield the same images or videos as samples with all attributes in the prompt, for an expert.
-
-    Rows without both texts are added to `report`.
-    """
-    for _, record in _add_attributes(dataset, report):
-        references = record.request().references
-        conditioned = ConditionedPrompt(_find_text(record, *_NAMES))
-        for medium in record.media:
-            yield Sample(
-                record.prompt, keep(medium), references=references, conditioned=conditioned
-            )
-
-
-def _add_attributes(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:
-    """Yield the location and the record of each row with both texts; report the remaining rows."""
     for where, record in dataset.iter_located():
         if record.problem:
             report.add(record.problem)
         elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
             report.add("missing texts positive and negative", where)
         else:
-            yield where, record
-
-
-def _make_pair(record: Record, medium: Media, where: str) -> Pair:
-    asked = record.request()
-    sample = Sample(record.prompt, medium, references=asked.references, mask=asked.mask)
-    good, bad = (_find_text(record, name) for name in _NAMES)
-    return Pair(sample, sample, "attributes", targets=(good, bad), where=where)
+            asked = record.request()
+            for medium in record.media:
+                sample = Sample(record.prompt, keep(medium), references=asked.references)
+                if as_captions:
+                    conditioned = ConditionedPrompt(_find_text(record, *_NAMES))
+                    yield replace(sample, conditioned=conditioned)
+                else:
+                    sample = replace(sample, mask=asked.mask)
+                    good, bad = (_find_text(record, name) for name in _NAMES)
+                    yield Pair(sample, sample, "attributes", targets=(good, bad), where=where)
 
 
 def _find_text(record: Record, *names: str) -> str:
@@ -130,14 +114,10 @@ class PreferenceDataset:
         usable = drop_short(fitting, num_frames, report) if num_frames else fitting
         if not usable:
             reasons = [line[:_LONGEST] for line in report.lines()[:3]]
+            told = "\n".join(reasons or ["they give no examples"])
             raise ValueError(
-                "\n".join(
-                    [
-                        f"recipe.data: none of the first {_CHECKED} rows of {rows.name!r} can be "
-                        f"used as {self.kind}:",
-                        *(reasons or ["they give no examples"]),
-                    ]
-                )
+                f"recipe.data: none of the first {_CHECKED} rows of {rows.name!r} can be used as "
+                f"{self.kind}:\n{told}"
             )
         return usable
 
@@ -147,8 +127,7 @@ class PreferenceDataset:
             return [*read_pairs(rows, self.dimensions, self.mixed_shapes, keep, report)]
         if self.kind == "samples":
             return [*read_samples(rows, self.dimensions, labelled, keep, report)]
-        read = read_attributes if self.kind == "attributes" else read_captions
-        return [*read(rows, keep, report)]
+        return [*_read_attributes(rows, self.kind == "captions", keep, report)]
 
     def check_conditioning(self, conditioning: PromptConditioning, policy: Policy) -> None:
         """Raise ValueError for a conditioning that does not fit the data.
