@@ -13,7 +13,6 @@ from flowalign.functional.advantage import (
     compare_places,
     favour_diversity,
     group_center,
-    group_mean,
     most_uncertain,
     nearest_distance,
     nft_of_places,
@@ -70,18 +69,6 @@ def test_leave_one_out_subtracts_the_mean_of_the_others_whatever_the_size_of_the
     got = group_center(VALUE, GROUP, "leave_one_out", eps=0.5, correction=correction)
     first = [1 - 4.0, 10 - 14.0, 2 - 3.5, 14 - 10.0, 6 - 1.5]
     assert_close(got, torch.tensor([first, [-1.5, 0.0, -1.5, 0.0, 3.0]]).T)
-
-
-def test_joint_pools_what_group_ids_pool():
-    """One id for all: mean 6.6 and variance 119.2 / 5."""
-    got = group_center(VALUE[:, :1], torch.zeros(5, dtype=torch.int64), "joint", eps=0.0)
-    assert_close(got, (VALUE[:, :1] - 6.6) / (119.2 / 5) ** 0.5)
-
-
-def test_group_mean_by_hand():
-    index = torch.tensor([1, 0, 1, 0, 1])
-    expected = [[3.0, 1.0], [12.0, 7.0], [3.0, 1.0], [12.0, 7.0], [3.0, 1.0]]
-    assert group_mean(VALUE, index).tolist() == expected
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -228,15 +215,6 @@ def test_advantages_follow_a_permutation_of_the_samples(order, scale, combined):
 
 
 @quick
-@given(ids=st.permutations([0, 3, 11, 400]))
-def test_only_the_equality_of_ids_matters(ids):
-    group = (GROUP == 5).long()
-    renamed = torch.tensor(ids)[group]
-    for scale in SCALES:
-        assert_close(group_center(VALUE, renamed, scale), group_center(VALUE, GROUP, scale))
-
-
-@quick
 @given(shift=st.floats(-5, 5), factor=st.floats(0.1, 10))
 def test_group_scale_ignores_shift_and_scale_of_each_group(shift, factor):
     value = VALUE[:, :1].double()
@@ -273,15 +251,6 @@ def test_flow_grpo_advantages_of_two_rewards_match_the_recording(golden):
     both = torch.stack([golden["rewards"], golden["rewards2"]], 1)
     got = group_center(both, golden["group"], "group")
     assert_close(got, golden["flow_grpo.two_dim"], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("combine", ["sum_of_advantages", "advantage_of_sum"])
-def test_advantages_of_one_reward_are_those_of_flow_grpo(combine, golden):
-    """Rows laid out as 10 samples of 3 transitions."""
-    value, group = golden["rewards"].reshape(10, 3, 1), golden["group"].reshape(10, 3)
-    mask, weights = torch.ones(10, 3, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-    got = advantages(value, group, mask, weights, combine=combine)
-    assert_close(got.flatten(), golden["flow_grpo.group_std"], rtol=1e-9, atol=1e-12)
 
 
 def test_dance_advantages_match_the_recording(golden):

@@ -145,16 +145,6 @@ def test_dominance_over_one_dimension_is_the_gap_rule(scores):
     assert pairs(pair_dominating(column, column[:, 0])) == pairs(pair_over_gap(column[:, 0]))
 
 
-@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9), st.integers(1, 5))
-def test_wider_gaps_never_come_later(gaps, count):
-    for divide in (stages_by_score, stages_by_rank):
-        stage = divide(tensor(*gaps), count)
-        assert stage.min() >= 0
-        assert stage.max() < count
-        order = tensor(*gaps).argsort(descending=True, stable=True)
-        assert (stage[order].diff() >= 0).all()
-
-
 def test_extremes_pair_the_second_best_with_the_second_worst_and_leave_out_equals_and_failures():
     total = torch.tensor([0.3, float("nan"), 0.9, 0.1, 0.3, 0.7, 0.2])
     assert [side.tolist() for side in pair_extremes(total, 3)] == [[2, 5], [3, 6]]
