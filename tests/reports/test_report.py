@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowalign.data.media.pixels import LONGEST, reduce_size
 from flowalign.reports import run_report as report
 from flowalign.reports.panels import describe_run, explain_loading
 from flowalign.reports.run_report import write_report
@@ -205,23 +204,6 @@ def test_a_loop_that_is_missing_costs_only_itself(moving):
     (moving / "samples" / "step-000000" / "003.webp").unlink()
     cards = re.findall(r'<div class="card">(.*?)<p>', page_of(moving), re.DOTALL)
     assert re.findall(r">step (\d+)<", cards[3]) == ["40", "0", "40"]
-
-
-def test_a_large_clip_is_small_on_the_page(tmp_path):
-    folder = fake_run(tmp_path / "video")
-    ground = torch.rand(1, 1, 3, 27, 48, generator=torch.Generator().manual_seed(0))
-    frame = torch.nn.functional.interpolate(ground[0], (540, 960), mode="bilinear")
-    clip = torch.stack([frame[0].roll(9 * i, -1) for i in range(50)])
-    reduced_clip = reduce_size(clip, LONGEST)[None]
-    shutil.rmtree(folder / "samples")
-    save_grid(folder, 0, EvaluationResult({}, reduced_clip, plain_requests(["a cloud"]), 16.0))
-    page = page_of(folder)
-    loop = decoded(re.search(r"image/webp;base64,([^\"]*)", page)[1])
-    frames = list(ImageSequence.all_frames(loop))
-    assert (loop.size, len(frames)) == ((192, 108), 25)
-    assert sum(f.info["duration"] for f in frames) == 3125
-    assert len(page) < 600_000
-    assert "Videos of step 0. Videos loop at 16 frames per second" in page
 
 
 def test_a_clip_among_credit_is_four_of_its_frames_and_a_picture_is_itself():
