@@ -135,10 +135,7 @@ def dgpo(
 
 
 def mask_outside_clip(
-    error: Float[Tensor, "n"],
-    old: Float[Tensor, "n"],
-    advantage: Float[Tensor, "n"],
-    clip: float,
+    error: Float[Tensor, "n"], old: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float
 ) -> Bool[Tensor, "n"]:
     """Return True where exp(l_old - l) left [1 - clip, 1 + clip] in the advantage's direction.
 

@@ -123,10 +123,7 @@ def held_out_accuracy(
 
 
 def calibration_error(
-    lead: Float[Tensor, "n"],
-    share: Float[Tensor, "n"],
-    num_bins: int,
-    weight: Float[Tensor, "b n"],
+    lead: Float[Tensor, "n"], share: Float[Tensor, "n"], num_bins: int, weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
     """Return the expected calibration error, `agreement.reliability(...).error`."""
     confidence = lead.double().abs().sigmoid()

@@ -58,11 +58,7 @@ def step_entropy(std: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
 
 
 def merge_steps(
-    kernel: Kernel,
-    sigmas: Float[Tensor, "S"],
-    k: int,
-    eta: Float[Tensor, ""],
-    threshold: float,
+    kernel: Kernel, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, ""], threshold: float
 ) -> Float[Tensor, "S"]:
     """Return the schedule with step k lengthened until exp(step_entropy) reaches the threshold.
 

@@ -12,9 +12,7 @@ from flowalign.functional.transition import Gaussian, Kernel, mean_sensitivity
 
 
 def ppo_clip(
-    log_ratio: Float[Tensor, "n"],
-    advantage: Float[Tensor, "n"],
-    clip: float | Float[Tensor, "n"],
+    log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float | Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
     """Return -min(r A, clip(r, 1 - clip, 1 + clip) A) with r = pi / pi_old.
 

@@ -77,10 +77,7 @@ def step_charts(steps: Sequence[Mapping[str, Any]]) -> list[Chart]:
         _chart("Signal of each step", "squared length", steps, {"signal": "signal"}),
         _chart("Noise of each step", "squared length", steps, {"noise": "noise"}),
         _chart(
-            "Weight of each step",
-            "weight",
-            steps,
-            {"run file": "weight", "best": "best_weight"},
+            "Weight of each step", "weight", steps, {"run file": "weight", "best": "best_weight"}
         ),
     ]
 

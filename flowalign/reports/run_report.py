@@ -24,15 +24,7 @@ from flowalign.reports.panels import (
     read_weights,
     select_panels,
 )
-from flowalign.reports.records import (
-    Change,
-    Lines,
-    collect,
-    number,
-    read_json,
-    read_scores,
-    worst,
-)
+from flowalign.reports.records import Change, Lines, collect, number, read_json, read_scores, worst
 from flowalign.reports.records import changes as changes_of_prompts
 from flowalign.reports.samples import find_strips, samples
 from flowalign.utils.console import duration

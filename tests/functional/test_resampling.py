@@ -47,10 +47,7 @@ def test_weights_are_repeated_rows(case):
     share = (human + 1) / 2
     y = lead + human
     for fast, plain in (
-        (
-            resampling.mean(lead, weight),
-            lambda i: float(lead[i].mean()),
-        ),
+        (resampling.mean(lead, weight), lambda i: float(lead[i].mean())),
         (
             resampling.accuracy_without_ties(lead, human, weight),
             lambda i: agreement.accuracy_without_ties(lead[i], human[i]),
@@ -67,10 +64,7 @@ def test_weights_are_repeated_rows(case):
             resampling.calibration_error(lead, share, 4, weight),
             lambda i: agreement.reliability(lead[i], share[i], 4).error,
         ),
-        (
-            resampling.spearman(lead, y, weight),
-            lambda i: agreement.spearman(lead[i], y[i]),
-        ),
+        (resampling.spearman(lead, y, weight), lambda i: agreement.spearman(lead[i], y[i])),
     ):
         assert_close(fast, repeated(weight, plain))
 
@@ -124,10 +118,7 @@ def test_a_weight_is_a_repeated_item():
     for b, row in enumerate(weight):
         again = torch.arange(12).repeat_interleave(row.long())
         one = torch.ones(1, len(again), dtype=torch.float64)
-        for function, inputs in (
-            (resampling.group_means, (x, group)),
-            (resampling.spread, (x,)),
-        ):
+        for function, inputs in ((resampling.group_means, (x, group)), (resampling.spread, (x,))):
             repeated = function(*(each[again] for each in inputs), one)[0]
             assert_close(function(*inputs, weight)[b], repeated)
 

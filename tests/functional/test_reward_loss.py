@@ -272,10 +272,7 @@ def against(g, name, each, mask, a, b):
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
 
 
-PAIR_LOSSES = {
-    "bt": loss.bradley_terry,
-    "btt": partial(loss.bt_with_ties, log_k=t(math.log(5))),
-}
+PAIR_LOSSES = {"bt": loss.bradley_terry, "btt": partial(loss.bt_with_ties, log_k=t(math.log(5)))}
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)

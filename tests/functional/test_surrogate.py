@@ -127,11 +127,7 @@ def test_divergences_by_hand():
 
 
 @quick
-@given(
-    log_ratio=st.floats(-1, 1),
-    advantage=st.floats(-5, 5),
-    clip=st.floats(1e-3, 0.5),
-)
+@given(log_ratio=st.floats(-1, 1), advantage=st.floats(-5, 5), clip=st.floats(1e-3, 0.5))
 def test_ppo_clip_is_odd_in_the_advantage_inside_the_trust_region_only(log_ratio, advantage, clip):
     """Outside, the pessimism of the minimum adds |A| times the distance of r from the range."""
     x, a = (torch.tensor([t], dtype=torch.float64) for t in (log_ratio, advantage))
