@@ -114,7 +114,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
     scores: list[list[float]] = []
     fingerprints: dict[str, str] = {}
     for row in itertools.chain([first], rows):
-        fields = _fields(row)
+        fields = get_fields(row)
         media.append(_medium(fields, root))
         scores.append([_score(fields, dim, row.where) for dim in dims])
         fingerprints.setdefault(str(fields.get("fingerprint") or ""), row.where)
@@ -129,7 +129,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
 
 
 def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[str]:
-    columns = _fields(first)
+    columns = get_fields(first)
     missing = [name for name in _NEEDED if name not in columns]
     known = [name for name in columns if f"{name}_valid" in columns]
     labels = [name for name in columns if name.startswith(_LABELS)]
@@ -143,7 +143,8 @@ def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[st
     return requested or known
 
 
-def _fields(row: Row) -> Mapping[str, Any]:
+def get_fields(row: Row) -> Mapping[str, Any]:
+    """Return the fields of a row; raise ValueError if it could not be read."""
     if row.problem:
         raise ValueError(f"{row.where} {row.problem}")
     return row.fields

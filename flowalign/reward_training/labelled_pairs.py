@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowalign.curation.score_table import get_fields
+from flowalign.data.readers.find_files import FORMATS
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.resampling import number_values
 from flowalign.types import Fittable, RewardModel
-from flowalign.utils.files import read_objects
-from flowalign.utils.imports import import_optional
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -132,12 +132,7 @@ def pair_rows(table: ScoredTable, dim: str, column: str) -> ScoredPairs:
 
 
 def _read(path: Path) -> Columns:
-    if path.suffix == ".parquet":
-        parquet = import_optional("pyarrow.parquet", "data")
-        return parquet.read_table(path).to_pydict()
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path} is neither a .parquet nor a .jsonl file")
-    rows = [row for _, row in read_objects(path)]
+    rows = [get_fields(row) for row in FORMATS[path.suffix](path)]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,15 +49,6 @@ class Option:
     """Overrides, each as `--a.b=c`."""
     weights: Weights | None = None
     """Saved weights. None: the model's own."""
-
-    def with_next(self, other: "Option") -> "Option":
-        """Return this choice combined with one on the next axis."""
-        return Option(
-            " ".join(filter(None, (self.name, other.name))),
-            (*self.files, *other.files),
-            (*self.overrides, *other.overrides),
-            self.weights or other.weights,
-        )
 
 
 Axis = Sequence[Option]
@@ -194,11 +184,12 @@ def settings(
     given = " ".join(Path(config).stem for config in configs)
     for at in weights or [Option("")]:
         for choice in product(*(axis for axis in axes if axis)):
-            option = reduce(Option.with_next, choice, Option(""))
-            loaded = load_with_origins([*configs, *option.files], [*overrides, *option.overrides])
-            method = option.name or given
-            name = " ".join(filter(None, (option.name, at.name))) or given
-            setting = Setting(name, method, loaded, at.weights)
+            chosen = [option.name for option in choice]
+            files = [*configs, *(file for option in choice for file in option.files)]
+            changes = [*overrides, *(text for option in choice for text in option.overrides)]
+            name = " ".join(filter(None, (*chosen, at.name))) or given
+            loaded = load_with_origins(files, changes)
+            setting = Setting(name, " ".join(chosen) or given, loaded, at.weights)
             _check(setting, found, processes)
             found.append(setting)
     return found
