@@ -6,8 +6,7 @@ from .reference_models import (
     PeriodicCopy as PeriodicCopy,
     Teacher as Teacher,
 )
-from .reward_ascent import RewardAscent as RewardAscent
-from .reward_proposals import RewardProposals as RewardProposals
+from .reward_moves import RewardAscent as RewardAscent, RewardProposals as RewardProposals
 from .rollouts import Rollouts as Rollouts
 from .scored_groups import ScoredGroups as ScoredGroups
 from .state_source import GuidedStep as GuidedStep, VisitedStates as VisitedStates

@@ -17,8 +17,7 @@ from flowalign.rewards.latent_gradient import check_gradients
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps
 from flowalign.training.learner import Learner
-from flowalign.training.matching.reward_ascent import Moves, RewardAscent
-from flowalign.training.matching.reward_proposals import RewardProposals
+from flowalign.training.matching.reward_moves import Moves, RewardAscent, RewardProposals
 from flowalign.training.matching.scored_stream import ScoredStream
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.recipe import RecipePlan, RunContext, TrainingPrompts
@@ -182,7 +181,7 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             self.weights,
             completed,
             self.weight_map,
-            self.moves.open(learner.processes) if self.moves else None,
+            self.moves,
             self.spatial,
             self.contrast,
             self.modalities,

@@ -16,7 +16,7 @@ from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.fdfo import pair_contrast
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.training.matching.reward_ascent import Mover, with_states
+from flowalign.training.matching.reward_moves import Moves, with_states
 from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
 from flowalign.training.rollouts.advantages import AdvantageEstimate, GatheredCredit, RewardMap
 from flowalign.training.rollouts.collecting import collect_rollouts
@@ -78,8 +78,8 @@ class ScoredStream(CreditedStream):
     """Completed state of each trained step, noised instead of the sample. None: the sample."""
     weight_map: str | None = None
     """Name of a reward model with a map that weights each sample's error. None: equal weights."""
-    mover: Mover | None = None
-    """Mover of latents along the reward gradient; clean predictions replace the samples. None:
+    moves: Moves | None = None
+    """Moves of latents along the reward gradient; clean predictions replace the samples. None:
     none."""
     spatial: RewardMap | None = None
     """Distribution of advantages over latent positions. None: equal advantages."""
@@ -87,6 +87,8 @@ class ScoredStream(CreditedStream):
     """Whether the examples are visited states with the direction from the other sample."""
     modalities: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Reward dimensions of each part of the states. Empty: one advantage."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """State of the moves, kept from step to step."""
 
     @override
     def batch(self, step: int) -> StepExamples:
@@ -152,14 +154,12 @@ class ScoredStream(CreditedStream):
 
     @override
     def state(self) -> dict[str, Any]:
-        moves = {"moves": self.mover.state()} if self.mover else {}
-        return {**super().state(), **moves}
+        return {**super().state(), "moves": self.memory}
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        if self.mover:
-            self.mover.restore(state["moves"])
+        self.memory = dict(state["moves"])
 
     def _route(
         self, gathered: GatheredCredit, local: slice, kept: Int[Tensor, "n"]
@@ -179,10 +179,12 @@ class ScoredStream(CreditedStream):
             states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
             examples = examples.with_columns(contrast=direction)
             return examples, with_states(trajectory, states, kept), {}
-        if self.mover is None:
+        if self.moves is None:
             return examples, None, {}
         with self._sampling_weights():
-            return self.mover.move(self.learner.policy, self.rewards, trajectory, examples, kept)
+            return self.moves.move(
+                self.learner, self.rewards, trajectory, examples, kept, self.memory
+            )
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has the sampling weights."""
