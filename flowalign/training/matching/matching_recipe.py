@@ -84,7 +84,7 @@ class Matching(MatchingSettings, Recipe):
             evaluations_per_example=(1 + data.paired) * per_row,
             decode_batch=made.decode_batch,
             work=made.work.plus(
-                {name: passes * n for name, n in counts.items()}, data.leaves_levels_out
+                {name: passes * n for name, n in counts.items()}, data.credit is not None
             ),
             weight_copies=self.reference.weight_copies + len(self.averages) + len(self.teachers),
         )

@@ -1,6 +1,6 @@
 """Add a matching loss on stored data to online updates, such as SFT or a pair loss."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,9 @@ from flowalign.training.recipe import Log, MemoryPart, RunContext
 from flowalign.types import Batch, MatchingLoss, ModelPlan
 from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
+
+StoredTerms = Callable[[Iterable[int]], Iterator[Term]]
+"""Function that yields the loss on stored examples of each update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +82,35 @@ class Regulariser:
         with _named():
             return self.matching.plan(run, model, world).parts
 
-    def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredTerms":
+    def open(self, run: RunContext, learner: Learner, log: Log) -> StoredTerms:
         """Read and encode the data."""
         context = StreamContext(run.rewards, run.seed, self.loss.needs, log, run.conditioning)
         stream = self.data.open(learner, context)
-        return StoredTerms(self, learner, stream, run.seed)
+        return partial(self._terms, self.matching, learner, stream, run.seed)
+
+    def _terms(
+        self,
+        matching: Matching,
+        learner: Learner,
+        stream: BatchStream,
+        seed: int,
+        steps: Iterable[int],
+    ) -> Iterator[Term]:
+        """Yield the weighted loss of each step; the log has the loss before its weight."""
+
+        def losses(levels: NoiseLevels, rows: Batch) -> list[Loss]:
+            loss, _ = micro_batch_loss(matching, learner, levels.take(rows["row"]))
+            return [(self.weight * loss, {"regulariser": loss.detach()})]
+
+        for step, batch in zip(steps, stream.batches(steps), strict=True):
+            examples = prepare(batch.examples, learner.policy, learner.processes.device)
+            levels = noise_for(matching, learner.policy, examples, batch.first, (seed, step, 0))
+            yield Term(
+                rows=levels.rows(),
+                total=batch.total,
+                losses=partial(losses, levels),
+                micro_batch=self.micro_batch,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,30 +143,3 @@ def _named() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"in recipe.regulariser: {error}") from error
-
-
-class StoredTerms:
-    """Losses on stored examples, one for each update."""
-
-    def __init__(self, cfg: Regulariser, learner: Learner, stream: BatchStream, seed: int):
-        self.cfg, self.learner, self.stream, self.seed = cfg, learner, stream, seed
-        self.matching = cfg.matching
-
-    def terms(self, steps: Iterable[int]) -> Iterator[Term]:
-        """Yield the weighted loss of each step; the log has the loss before its weight."""
-        for step, batch in zip(steps, self.stream.batches(steps), strict=True):
-            policy, device = self.learner.policy, self.learner.processes.device
-            examples = prepare(batch.examples, policy, device)
-            key = self.seed, step, 0
-            levels = noise_for(self.matching, policy, examples, batch.first, key)
-            yield Term(
-                rows=levels.rows(),
-                total=batch.total,
-                losses=partial(self._losses, levels),
-                micro_batch=self.cfg.micro_batch,
-            )
-
-    def _losses(self, levels: NoiseLevels, rows: Batch) -> list[Loss]:
-        part = levels.take(rows["row"])
-        loss, _ = micro_batch_loss(self.matching, self.learner, part)
-        return [(self.cfg.weight * loss, {"regulariser": loss.detach()})]

@@ -157,11 +157,6 @@ class DataSource(ABC):
         return 0
 
     @property
-    def leaves_levels_out(self) -> bool:
-        """Return whether noise levels of an example may be skipped because they have no credit."""
-        return self.credit is not None
-
-    @property
     @abstractmethod
     def prompt_files(self) -> list[str]:
         """Return the paths of the prompt files for sampling."""

@@ -123,7 +123,7 @@ class PolicyGradientLoop(EngineLoop[RolloutBatch]):
     def data(self, steps: Sequence[int]) -> Iterator[StepData[RolloutBatch]]:
         cfg = self.cfg
         numbers = [step * cfg.updates + i for step in steps for i in range(cfg.updates)]
-        self.regularised = self.stored.terms(numbers) if self.stored else None
+        self.regularised = self.stored(numbers) if self.stored else None
         yield from map(self._sample, steps)
 
     def _sample(self, step: int) -> StepData[RolloutBatch]:

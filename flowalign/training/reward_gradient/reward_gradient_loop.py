@@ -78,7 +78,7 @@ class RewardGradientLoop(EngineLoop[Samples]):
 
     @override
     def data(self, steps: Sequence[int]) -> Iterator[StepData[Samples]]:
-        self.regularised = self.stored.terms(steps) if self.stored else None
+        self.regularised = self.stored(steps) if self.stored else None
         return (StepData(self.sample(step), self.cfg.examples_per_step) for step in steps)
 
     @override

@@ -199,4 +199,3 @@ def test_settings_that_credit_needs_or_does_not_read_are_refused(tmp_path):
 def test_completions_of_the_credit_method_are_planned(tmp_path):
     cfg = rollouts(tmp_path, CHAIN, credit=Gain(), completion=Completion(max_steps=1))
     assert {k for k, _ in cfg.rollouts.requested((0, 1))} == {0, 1, 4}
-    assert cfg.leaves_levels_out
