@@ -12,6 +12,7 @@ from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair,
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Columns, Dataset, Source, open_dataset
 from flowalign.types import ConditionedPrompt, InputSpec, Policy, PromptConditioning, insert_words
+from flowalign.types.ranges import NonNegativeInt
 
 _NAMES = ("positive", "negative")
 
@@ -62,26 +63,30 @@ class PreferenceDataset:
     path: Source
     """File, folder or pattern of files; or a dataset or list in Python, see `open_dataset`."""
     kind: Kind = "pairs"
-    """Kind of the examples."""
+    """Kind of the examples. pairs: preference pairs. samples: samples with binary labels.
+    attributes: samples with the texts `positive` and `negative`, which need a teacher. captions:
+    labelled samples with both texts, for the same teacher."""
     schema: str = "auto"
-    """Name of the reader. auto: detected from the columns."""
+    """Name of the dataset reader. auto: detected from the columns."""
     root: str | None = None
-    """Base folder of relative paths. None: the folder of the file."""
-    dimensions: Sequence[str] = ()
-    """Dimensions of the preferences to use. Empty: all."""
-    mixed_shapes: bool = False
-    """Whether to use pairs of media that differ in size or number of frames."""
-    skip_choices: int = 0
-    """Number of first pairs of each user to leave out. Pairs without a user are kept."""
+    """Base folder of relative paths. Null: the folder of the dataset."""
     columns: Columns | None = None
-    """Columns of the dataset by their names in flowalign. None: as they are."""
+    """Columns of the dataset by their names in flowalign, such as `chosen: winner`; a list of
+    columns becomes one list. Null: as they are."""
+    dimensions: Sequence[str] = ()
+    """Preference dimensions to use. Empty: all."""
+    mixed_shapes: bool = False
+    """Whether to use pairs with different sizes or numbers of frames, by cropping both."""
+    skip_choices: NonNegativeInt = 0
+    """Number of first pairs of each user that are not trained, because `flowalign users` embedded
+    them; pairs without a user are kept. 0: none."""
 
     @property
     def name(self) -> str:
         """Return the path, or a word for a dataset in Python, for messages."""
         return os.fspath(self.path) if isinstance(self.path, str | os.PathLike) else "the dataset"
 
-    def open(self) -> Dataset:
+    def open_rows(self) -> Dataset:
         """Open the rows; raise ValueError if there are none or no schema fits them."""
         return open_dataset(self.path, self.schema, self.root, self.columns)
 
@@ -97,7 +102,7 @@ class PreferenceDataset:
             ValueError: The dataset does not exist or lacks one of `dimensions`.
         """
         report = DropReport()
-        examples = self._read(self.open(), labelled, keep, report)
+        examples = self._read(self.open_rows(), labelled, keep, report)
         return [*_skip_first(examples, self.skip_choices)], report
 
     def check_rows(self, input_spec: InputSpec, num_frames: int | None = None) -> list[Example]:
@@ -107,7 +112,7 @@ class PreferenceDataset:
         one of the policy, whose references the rows must have. Clips shorter than `num_frames`
         cannot be used.
         """
-        rows = self.open()
+        rows = self.open_rows()
         first, report = replace(rows, limit=_CHECKED), DropReport()
         examples = self._read(first, False, lambda medium: medium, report)
         fitting = drop_misfits(examples, input_spec, report)
@@ -143,7 +148,7 @@ class PreferenceDataset:
             )
         scored: list[str] = []
         if conditioning.dims:
-            rows = itertools.islice(self.open().iter_located(), _LOOKED_AT)
+            rows = itertools.islice(self.open_rows().iter_located(), _LOOKED_AT)
             scored = sorted({dim for _, record in rows for dim in record.ratings})
         conditioning.check(policy, dict.fromkeys(scored, 1.0))
 

@@ -20,7 +20,6 @@ from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.preference_data import (
     Example,
     GapWeights,
-    Kind,
     Pair,
     Sample,
     collect_requests,
@@ -57,27 +56,14 @@ _LONGEST_LINE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredDataset(DataSource):
+class StoredDataset(PreferenceDataset, DataSource):
     """Pairs or labelled samples from a dataset on disk."""
 
     path: str
     """Path of the dataset: a file, or a folder of parquet files."""
-    kind: Kind = "pairs"
-    """Kind of the examples. pairs: preference pairs. samples: samples with binary labels.
-    attributes: samples with the texts `positive` and `negative`, which need a teacher. captions:
-    labelled samples with both texts, for the same teacher."""
     held_out: str | None = None
     """Path of held-out pairs, which are only used to evaluate the agreement of the policy. They are
     pairs even if `kind` is samples. Null: none."""
-    schema: str = "auto"
-    """Name of the dataset reader. auto: detected from the columns."""
-    root: str | None = None
-    """Base folder of relative paths. Null: the folder of the dataset."""
-    columns: dict[str, str | list[str]] | None = None
-    """Columns of the dataset by their names in flowalign, such as `chosen: winner`; a list of
-    columns becomes one list. Null: as they are."""
-    dimensions: Sequence[str] = ()
-    """Preference dimensions to use. Empty: all."""
     batch_size: PositiveInt = 64
     """Number of pairs or samples per step, over all processes."""
     cache: str | None = None
@@ -87,8 +73,6 @@ class StoredDataset(DataSource):
     max_frames: PositiveInt | None = None
     """Largest number of video frames, evenly spaced and independent of the frame rate. Null: the
     policy's number of frames at its frame rate, from the start."""
-    mixed_shapes: bool = False
-    """Whether to use pairs with different sizes or numbers of frames, by cropping both."""
     flip: UnitInterval = 0.0
     """Probability in [0, 1] that both samples of a pair are mirrored. Leave it at 0 for prompts
     with left or right."""
@@ -97,9 +81,6 @@ class StoredDataset(DataSource):
     unconditional branch for guidance."""
     user_dropout: UnitInterval = 0.0
     """Probability in [0, 1] that a personalised policy is trained without the user (PPD)."""
-    skip_choices: NonNegativeInt = 0
-    """Number of first pairs of each user that are not trained, because `flowalign users` embedded
-    them. 0: none."""
     weighting: GapWeights | None = None
     """Weights of pairs as a function of the gap between their scores. Null: equal weights."""
     stage_steps: NonNegativeInt = 0
@@ -129,26 +110,12 @@ class StoredDataset(DataSource):
             )
 
     @property
-    def dataset(self) -> PreferenceDataset:
-        """Return the training dataset."""
-        return PreferenceDataset(
-            path=self.path,
-            kind=self.kind,
-            schema=self.schema,
-            root=self.root,
-            dimensions=self.dimensions,
-            mixed_shapes=self.mixed_shapes,
-            skip_choices=self.skip_choices,
-            columns=self.columns,
-        )
-
-    @property
     def held_out_dataset(self) -> PreferenceDataset | None:
         """Return the dataset of held-out pairs, or None."""
         if self.held_out is None:
             return None
         kind = self.kind if self.paired else "pairs"
-        return replace(self.dataset, path=self.held_out, kind=kind, skip_choices=0)
+        return replace(self, path=self.held_out, kind=kind, skip_choices=0)
 
     @property
     @override
@@ -208,12 +175,12 @@ class StoredDataset(DataSource):
             if not (known or Path(path or "").exists()):
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
         if run.conditioning:
-            self.dataset.check_conditioning(run.conditioning, run.policy)
+            self.check_conditioning(run.conditioning, run.policy)
 
     @override
     def check_data(self, policy: Policy) -> None:
         frames = None if self.max_frames else policy.num_frames
-        examples = self.dataset.check_rows(policy.input_spec, frames)
+        examples = self.check_rows(policy.input_spec, frames)
         if self.credit is not None:
             stored_values([example for example in examples if isinstance(example, Pair)])
 
@@ -282,7 +249,7 @@ class StoredStream(BatchStream):
 
     def _training_examples(self, needs: Set[str]) -> list[Example]:
         cfg = self.cfg
-        examples = self._encode(cfg.dataset, needs)
+        examples = self._encode(cfg, needs)
         unlabelled = sum(isinstance(e, Sample) and e.desirable is None for e in examples)
         if unlabelled:
             self.log(f"{unlabelled} of {len(examples)} samples have no label: desirable")
