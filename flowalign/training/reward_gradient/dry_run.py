@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +12,6 @@ from flowalign.types import GradientPath, Replay
 
 _DRAWS = 64
 """Number of random draws of a gradient path."""
-
-
-class Counts(NamedTuple):
-    """Number of network evaluations for one view of one sample."""
-
-    replayed: int
-    """Evaluations at states of the rollout."""
-    elsewhere: int
-    """Evaluations at other states."""
-    inverted: bool
-    """Whether the view was reached by adding noise."""
-    together: int
-    """Evaluations with activations in memory at the same time."""
-    pulled_back: int
-    """Evaluations of the initial model with a backward pass to the state."""
 
 
 @dataclass(frozen=True)
@@ -54,30 +38,26 @@ def cost(gradient_path: GradientPath, num_steps: int) -> Cost:
     Raises:
         ValueError: The gradient path needs more steps than the rollouts have.
     """
-    drawn = [_counts(gradient_path, num_steps, seed) for seed in range(_DRAWS)]
-    views = [view for views in drawn for view in views]
+    replay = _ZeroRewards(type(gradient_path).__name__, num_steps)
+    together, most_views, inverts = 0, 0, False
+    for seed in range(_DRAWS):
+        views = gradient_path(replay, torch.Generator().manual_seed(seed))
+        for number, view in enumerate(views, 1):
+            held = replay.held
+            if view.matched is not None:
+                held = max(1, held)  # each part is backpropagated before the next
+                deque(view.matched(torch.zeros(1, 1)), maxlen=0)
+            together, most_views = max(together, held), max(most_views, number)
+            inverts = inverts or view.inverted
+            replay.held = 0
     return Cost(
-        replayed=sum(view.replayed for view in views) / _DRAWS,
-        elsewhere=sum(view.elsewhere for view in views) / _DRAWS,
-        together=max(view.together for view in views),
-        views=max(len(counts) for counts in drawn),
-        inverts=any(view.inverted for view in views),
-        pulled_back=sum(view.pulled_back for view in views) / _DRAWS,
+        replayed=replay.replayed / _DRAWS,
+        elsewhere=replay.elsewhere / _DRAWS,
+        together=together,
+        views=most_views,
+        inverts=inverts,
+        pulled_back=replay.pulled_back / _DRAWS,
     )
-
-
-def _counts(gradient_path: GradientPath, num_steps: int, seed: int) -> list[Counts]:
-    """Return the evaluations of each view."""
-    replay, found = _ZeroRewards(type(gradient_path).__name__, num_steps), []
-    for view in gradient_path(replay, torch.Generator().manual_seed(seed)):
-        together = replay.replayed + replay.elsewhere
-        if view.matched is not None:
-            together = max(1, together)  # each part is backpropagated before the next
-            deque(view.matched(torch.zeros(1, 1)), maxlen=0)
-        made = replay.replayed, replay.elsewhere, view.inverted, together, replay.pulled_back
-        found.append(Counts(*made))
-        replay.replayed = replay.elsewhere = replay.pulled_back = 0
-    return found
 
 
 class _ZeroRewards(Replay):
@@ -87,7 +67,7 @@ class _ZeroRewards(Replay):
         self.name, self.rolled = name, num_steps > 0
         self.sigmas = torch.linspace(1, 0, max(num_steps, 1) + 1)
         self.kernel = DDIM()
-        self.replayed = self.elsewhere = self.pulled_back = 0
+        self.replayed = self.elsewhere = self.pulled_back = self.held = 0
 
     @override
     def state(self, k: int) -> Tensor:
@@ -102,11 +82,13 @@ class _ZeroRewards(Replay):
     def velocity(self, k: int, x: Tensor | None = None) -> Tensor:
         self.state(k)
         self.replayed += 1
+        self.held += 1
         return torch.zeros(1, 1)
 
     @override
     def velocity_at(self, x: Tensor, sigma: Tensor) -> Tensor:
         self.elsewhere += 1
+        self.held += 1
         return torch.zeros(1, 1)
 
     @override

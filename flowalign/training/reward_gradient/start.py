@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from flowalign.functional.transition import DDIM, FlowSDE, Kernel
-from flowalign.sampling.rollout import RolloutOutputs, sample
+from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import NoiseLevel, Sampling
 from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
 from flowalign.types.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
@@ -25,8 +25,11 @@ class Start(ABC):
     stochastic: ClassVar[bool] = False
     """Whether the steps of rollouts draw noise."""
 
-    @abstractmethod
-    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, "recipe.start")
+
+    def check(self, policy: Policy, requests: Sequence[Request]) -> None:  # noqa: B027
         """Raise ValueError if the requests or the policy are unsuitable."""
 
     @abstractmethod
@@ -47,20 +50,11 @@ class FromRollouts(Start):
     micro_batch: PositiveInt = 64
     """Number of samples per network call of the rollout."""
 
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.start")
-
-    @override
-    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
-        pass
-
     @override
     def trajectory(
         self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
     ) -> Trajectory:
-        keep = RolloutOutputs(states=None)
-        return sample(policy, requests, self.sampling, self.steps, generators, keep=keep)
+        return sample(policy, requests, self.sampling, self.steps, generators)
 
     @property
     def sampling(self) -> Sampling:
@@ -119,10 +113,6 @@ class FromPhotos(Start):
     num_steps = 0
     samples_per_prompt: GroupSize = 1
     """Number of copies of each photo, with independent noise."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.start")
 
     @override
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
