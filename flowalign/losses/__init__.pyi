@@ -1,20 +1,20 @@
 from .matching.awm import AWM as AWM
 from .matching.crd import CRD as CRD
 from .matching.dgpo import DGPO as DGPO
-from .matching.dpo import DPO as DPO, AutoBeta as AutoBeta
+from .matching.pairs import DPO as DPO, AutoBeta as AutoBeta
 from .matching.fdfo import FDFO as FDFO
-from .matching.gradient_balance import GradientBalance as GradientBalance
+from .matching.scaled_losers import GradientBalance as GradientBalance
 from .matching.kto import KTO as KTO
-from .matching.linear_dpo import LinearDPO as LinearDPO
+from .matching.pairs import LinearDPO as LinearDPO
 from .matching.links import IPO as IPO, Hinge as Hinge, Link as Link, Sigmoid as Sigmoid
-from .matching.mapo import MaPO as MaPO
+from .matching.pairs import MaPO as MaPO
 from .matching.mend import MEND as MEND
 from .matching.nft import NFT as NFT
 from .matching.opd import OPD as OPD
 from .matching.opsd import OPSD as OPSD
-from .matching.rwr import RWR as RWR
-from .matching.safeguard import Safeguard as Safeguard
-from .matching.sft import SFT as SFT
+from .matching.fits import RWR as RWR
+from .matching.scaled_losers import Safeguard as Safeguard
+from .matching.fits import SFT as SFT
 from .policy_gradient.grpo import GRPO as GRPO
 from .policy_gradient.step_dpo import StepDPO as StepDPO
 from .policy_gradient.grpo import (

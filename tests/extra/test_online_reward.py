@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flowalign.extra import OnlineReward
-from flowalign.extra.online_reward_loop import Recorder, RewardHead
+from flowalign.extra.online_reward import Recorder, RewardHead
 from flowalign.functional.rating import Features
 from flowalign.rewards.composite import Rewards
 from flowalign.training import checkpoint

@@ -19,7 +19,7 @@ from flowalign.functional.noise_matching import (
     step_at,
     velocity_to_data,
 )
-from flowalign.losses.matching.sft import SFT
+from flowalign.losses.matching.fits import SFT
 from flowalign.training.matching import LogitNormal, SamplerGrid, Teacher, Uniform
 from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples
 from flowalign.training.matching.residuals import divergence, matching_residuals

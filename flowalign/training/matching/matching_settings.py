@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from flowalign.functional.noise_matching import Space
-from flowalign.losses.matching.dpo import DPO
+from flowalign.losses.matching.pairs import DPO
 from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.reference_models import (
     Average,

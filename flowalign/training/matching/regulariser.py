@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 
-from flowalign.losses.matching.sft import SFT
+from flowalign.losses.matching.fits import SFT
 from flowalign.training.engine import Term
 from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_loop import micro_batch_loss

@@ -8,7 +8,7 @@ from PIL import Image
 
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.functional.noise_matching import add_noise
-from flowalign.losses.matching.dpo import DPO
+from flowalign.losses.matching.pairs import DPO
 from flowalign.training.matching import StoredDataset, Teacher
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import MatchingSettings

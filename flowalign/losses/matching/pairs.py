@@ -1,8 +1,4 @@
-"""Train on preference pairs (DPO): lower the denoising error of the preferred sample.
-
-Sources: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, for a constant beta at all
-times. Flow-DPO reports worse results and reward hacking with the theoretical weight (1 - sigma)^2.
-"""
+"""Train on preference pairs (DPO, MODPO, Linear-DPO, MaPO)."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -13,14 +9,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import (
     auto_beta,
     beyond_scores,
     implicit_margin,
+    linear_dpo,
+    linear_weight,
+    mapo,
+    mapo_margin,
     relative_gap,
     weighted_score,
 )
-from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, sample_errors
+from flowalign.losses.matching.links import Link, Sigmoid, error_stats, pair_stats, sample_errors
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat, Range
@@ -58,6 +59,10 @@ class DPO(MatchingLoss):
 
     l is the policy's mean error, r the reference's, w the winner and l the loser. A pair with an
     unknown score in `margin` gets weight 0 and is counted in `margin_unknown`.
+
+    Sources: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, for a constant beta at all
+    times. Flow-DPO reports worse results and reward hacking with the theoretical weight
+    (1 - sigma)^2.
     """
 
     beta: PositiveFloat | AutoBeta = 2000.0
@@ -113,3 +118,66 @@ def score_margin(
     winner, loser = weighted_score(scores, weights).chunk(2)
     known = (winner - loser).isfinite()
     return torch.where(known, winner - loser, 0.0), known
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearDPO(MatchingLoss):
+    """Mean of weight * linear_dpo over pairs, meant for an EMA reference that follows the policy.
+
+    Pairs are weighted linearly in the gap, instead of by DPO's sigmoid. The value is a weighted
+    difference of errors. It is negative if the winner's error is smaller.
+
+    Source: Linear-DPO, arXiv:2605.21123, and code of WhynotChen0105/Linear-DPO.
+    """
+
+    beta: PositiveFloat = 100.0
+    """Slope of the pair weight in the gap. Published: 100 (SD1.5), 500 (SDXL)."""
+    floor: Annotated[float, Range(least=0, below=0.5)] = 1e-3
+    """Smallest weight of a pair. The largest is 1 - floor. Published: 0.001 (SD1.5), 0 (SDXL)."""
+
+    @override
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        policy, reference = sample_errors(batch)
+        each = linear_dpo(policy, reference, self.beta, self.floor)
+        gap = relative_gap(policy.detach(), reference)
+        stats = pair_stats(policy, reference, self.beta)
+        stats["linear_weight"] = linear_weight(gap, self.beta, self.floor).mean()
+        return self.mean(batch, each, stats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaPO(MatchingLoss):
+    """Mean of weight * mapo over pairs: fine-tuning on winners, plus a margin over the losers.
+
+    At the published scale the margin saturates early and only fine-tuning on winners remains. With
+    errors 0.5 and 0.6, for example, the margin's gradient is 3e-9 of the winner's. The margin only
+    affects pairs with an error difference below about 0.02 and pairs in the wrong order. Without a
+    reference, half of DPO's network evaluations are saved.
+
+    Source: MaPO, arXiv:2406.06424, and code of mapo-t2i/mapo.
+    """
+
+    reads = frozenset()
+    beta: PositiveFloat = 0.1
+    """Weight of the margin."""
+    scale: PositiveFloat = 1000.0
+    """Factor on the difference of likelihoods. Lower values also affect pairs with larger error
+    differences. Published: 1000."""
+    s: PositiveFloat = 0.5
+    """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
+
+    @override
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        """Return the mean loss over the pairs, and detached scalars for the log.
+
+        `margin_pull` is sigmoid(-margin), the remaining share of the margin's gradient.
+        """
+        policy = sample_error(batch["policy"])
+        each = mapo(policy, self.beta, self.scale, self.s)
+        margin = mapo_margin(policy.detach(), self.scale, self.s)
+        stats = {
+            "margin": margin.mean(),
+            "margin_pull": (-margin).sigmoid().mean(),
+            "ranking_accuracy": (margin > 0).float().mean(),
+        }
+        return self.mean(batch, each, error_stats(policy) | stats)

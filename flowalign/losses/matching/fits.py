@@ -1,20 +1,54 @@
-"""Fit samples with a weight that grows exponentially with their reward (RWR).
+"""Fit single samples with a weight for each row (SFT, RWR)."""
 
-Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, with equal weight at all times.
-"""
-
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
-from flowalign.losses.matching.weighted_fit import WeightedFit
-from flowalign.types import Batch
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
+from flowalign.types.losses import Loss
 from flowalign.types.ranges import FiniteFloat, PositiveFloat
+
+
+class WeightedFit(MatchingLoss):
+    """Mean of weight * w * l over rows, where a subclass defines w; it needs no pairs."""
+
+    paired = False
+    reads = frozenset()
+
+    @abstractmethod
+    def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
+        """Return the weight w of each row, and scalars for the log."""
+
+    @override
+    def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
+        weight, stats = self.weigh(batch)
+        error = sample_error(batch["policy"])
+        return self.mean(batch, weight * error, {"error": error.detach().mean(), **stats})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(WeightedFit):
+    """Mean of weight * l over rows; undesirable rows, such as losers of pairs, contribute 0.
+
+    This is supervised fine-tuning on the samples that annotators liked.
+    """
+
+    on: Literal["desirable", "all"] = "desirable"
+    """Rows to fit. desirable: desirable and unlabelled rows. all: all rows."""
+
+    @override
+    def weigh(self, batch: Batch) -> tuple[Float[Tensor, "n"], Mapping[str, Tensor]]:
+        every = torch.ones_like(batch["weight"], dtype=torch.bool)
+        fitted = batch.get("desirable", every) if self.on == "desirable" else every
+        return fitted.float(), {"fitted": fitted.float().mean()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +56,8 @@ class RWR(WeightedFit):
     """Mean of weight * min(exp(r / temperature), cap) * l over rows, r a weighted sum of scores.
 
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
+
+    Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, with equal weight at all times.
     """
 
     reads = frozenset({"scores"})

@@ -1,4 +1,4 @@
-"""Run a training loop, and refresh the head of its learned reward between the steps.
+"""Train with a learned reward that is refreshed on the policy's rollouts between the steps.
 
 step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> head of the reward
 """
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,53 +22,11 @@ from flowalign.rewards.checked import OnFailure, check_spec
 from flowalign.rewards.composite import Rewards
 from flowalign.training.engine import Term, make_update
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.training.recipe import Loop, Recipe
+from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import TrainedSet
-from flowalign.types import Batch, MediaBatch, Refreshable, RewardModel, RewardOutput
+from flowalign.types import Batch, MediaBatch, ModelPlan, Refreshable, RewardModel, RewardOutput
 from flowalign.types.losses import Loss
 from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineRewardSettings:
-    """Settings of the inner recipe, and of refreshing the head of its learned reward."""
-
-    inner: Recipe
-    """Recipe that trains the policy; it must sample groups per prompt."""
-    trusted: RewardModel
-    """Trusted but slow reward model, such as a verifier or a judge, which scores few rollouts."""
-    dims: Mapping[str, str]
-    """Map from each refreshed dimension of the learned reward to the dimension of `trusted` that it
-    is trained on. All refreshed dimensions must belong to one reward model with a trainable
-    head."""
-    every: PositiveInt = 1
-    """Number of training steps between two refreshes."""
-    groups: PositiveInt = 4
-    """Number of groups per step that `trusted` scores, over all processes; at least one per
-    process."""
-    head_updates: PositiveInt = 4
-    """Number of updates of the head per refresh, each on all pairs."""
-    min_gap: NonNegativeFloat = 0.0
-    """Difference of trusted scores above which two samples form a pair."""
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
-    """AdamW of the head."""
-    micro_batch: int = field(init=False)
-    """Micro-batch of the inner recipe."""
-    on_failed_reward: OnFailure = field(init=False)
-    """Action after a failed reward, from the inner recipe; it also applies to `trusted`."""
-
-    def __post_init__(self) -> None:
-        """Reject invalid settings before any model is loaded."""
-        require_ranges(self, "recipe")
-        object.__setattr__(self, "micro_batch", self.inner.micro_batch)
-        object.__setattr__(self, "on_failed_reward", self.inner.on_failed_reward)
-        check_spec(self.trusted)
-        known = self.trusted.spec.dims
-        if missing := [dim for dim in self.dims.values() if dim not in known]:
-            raise ValueError(
-                f"recipe.dims names {missing[0]}, which recipe.trusted does not score: it has "
-                f"{', '.join(known)}"
-            )
 
 
 class Recorder(RewardModel):
@@ -140,7 +99,7 @@ class OnlineRewardLoop(Loop):
 
     def __init__(
         self,
-        cfg: OnlineRewardSettings,
+        cfg: "OnlineReward",
         inner: Loop,
         recorder: Recorder,
         learner: Learner,
@@ -239,3 +198,156 @@ def _no_judgement() -> tuple[Tensor, Tensor, Tensor, Features]:
     """Return empty results for a process without recorded samples."""
     none = torch.zeros(0, dtype=torch.long)
     return torch.zeros(0, 1), none, none, Features(torch.zeros(0, 1), torch.zeros(0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineReward(Recipe):
+    """Recipe that trains with an inner recipe and refreshes a learned reward between its steps.
+
+    A trusted reward that is too slow for all samples scores a few groups per step. The head of the
+    learned reward is trained to order pairs in the same way. The inner recipe uses only rewards
+    with a weight. Rewards without a weight are only evaluated on held-out prompts.
+
+    Sources: JarvisEvo, arXiv:2511.23002, and Cooper (for language models) train the reward together
+    with the policy, on trusted scores of the policy's samples. We have not read their code; this
+    loop is our choice.
+    """
+
+    inner: Recipe
+    """Recipe that trains the policy; it must sample groups per prompt."""
+    trusted: RewardModel
+    """Trusted but slow reward model, such as a verifier or a judge, which scores few rollouts."""
+    dims: Mapping[str, str]
+    """Map from each refreshed dimension of the learned reward to the dimension of `trusted` that it
+    is trained on. All refreshed dimensions must belong to one reward model with a trainable
+    head."""
+    every: PositiveInt = 1
+    """Number of training steps between two refreshes."""
+    groups: PositiveInt = 4
+    """Number of groups per step that `trusted` scores, over all processes; at least one per
+    process."""
+    head_updates: PositiveInt = 4
+    """Number of updates of the head per refresh, each on all pairs."""
+    min_gap: NonNegativeFloat = 0.0
+    """Difference of trusted scores above which two samples form a pair."""
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
+    """AdamW of the head."""
+    micro_batch: int = field(init=False)
+    """Micro-batch of the inner recipe."""
+    on_failed_reward: OnFailure = field(init=False)
+    """Action after a failed reward, from the inner recipe; it also applies to `trusted`."""
+
+    def __post_init__(self) -> None:
+        """Reject invalid settings before any model is loaded."""
+        require_ranges(self, "recipe")
+        object.__setattr__(self, "micro_batch", self.inner.micro_batch)
+        object.__setattr__(self, "on_failed_reward", self.inner.on_failed_reward)
+        check_spec(self.trusted)
+        known = self.trusted.spec.dims
+        if missing := [dim for dim in self.dims.values() if dim not in known]:
+            raise ValueError(
+                f"recipe.dims names {missing[0]}, which recipe.trusted does not score: it has "
+                f"{', '.join(known)}"
+            )
+
+    @property
+    @override
+    def open_files(self) -> Sequence[str]:
+        return self.inner.open_files
+
+    @property
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return self.inner.prompt_files
+
+    @property
+    @override
+    def updates(self) -> int:
+        return self.inner.updates
+
+    @property
+    @override
+    def examples_per_step(self) -> int:
+        return self.inner.examples_per_step
+
+    @property
+    @override
+    def sampler(self) -> tuple[int, int] | None:
+        return self.inner.sampler
+
+    @override
+    def check(self, run: RunContext) -> None:
+        self._learned(run.rewards)
+        if run.rewards.dims and self.trusted.spec.modality == "video" and run.policy.fps is None:
+            raise ValueError(
+                "recipe.trusted scores videos, but the policy makes images: choose an image reward"
+            )
+        self.inner.check(self._seen(run))
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        if self.groups < world:
+            raise ValueError(
+                f"recipe.groups is {self.groups}, fewer than the {world} processes: give at least "
+                "one group per process"
+            )
+        plan = self.inner.plan(self._seen(run), model, world)
+        often = "step" if self.every == 1 else f"{self.every} steps"
+        rows = {
+            "trusted reward": f"{self.trusted.spec.name}, for {self.groups} groups every {often}",
+            "refreshed head": f"{', '.join(self.dims)}: {self.head_updates} updates every {often}",
+        }
+        return replace(plan, rows={**plan.rows, **rows})
+
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        learned = self._learned(run.rewards)
+        share = learner.processes.share(range(self.groups))
+        recorder = Recorder(learned, len(share))
+        seen = self._seen(run)
+        models = [recorder if model is learned else model for model in seen.rewards.models]
+        recorded = replace(seen, rewards=replace(seen.rewards, models=models))
+        trusted = Rewards(
+            [self.trusted],
+            dict.fromkeys(self.dims.values(), 1.0),
+            self.on_failed_reward,
+            run.rewards.costs,
+        )
+        trusted.load()
+        head = RewardHead(learned, [learned.spec.dims.index(dim) for dim in self.dims])
+        refreshments = run.num_steps // self.every
+        taught = learner.add_companion(
+            "head", self.optimizer, refreshments * self.head_updates, head
+        )
+        inner = self.inner.open(recorded, learner, folder, log)
+        return OnlineRewardLoop(self, inner, recorder, taught, head, trusted)
+
+    def _learned(self, rewards: Rewards) -> RewardModel:
+        """Return the reward model with the head to refresh.
+
+        Raises:
+            ValueError: The dimensions do not belong to one reward model with a trainable head, or
+                none of them has a weight.
+        """
+        owners = [m for m in rewards.models if {*m.spec.dims} & {*self.dims}]
+        known = [dim for m in rewards.models if isinstance(m, Refreshable) for dim in m.spec.dims]
+        if len(owners) != 1 or {*self.dims} - {*owners[0].spec.dims}:
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)}, which must be dimensions of a single "
+                f"reward with a trainable head; the run has {', '.join(known) or 'none'}"
+            )
+        if not isinstance(owners[0], Refreshable):
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)} of reward {owners[0].spec.name!r}, "
+                "which has no trainable head: use reward_models.TrainedReward"
+            )
+        if not any(rewards.weight_of.get(dim) for dim in self.dims):
+            raise ValueError(
+                f"recipe.dims names {', '.join(self.dims)}, but none of them has a weight: weight "
+                "at least one in reward_weights"
+            )
+        return owners[0]
+
+    def _seen(self, run: RunContext) -> RunContext:
+        """Return the run context for the inner recipe, with only the weighted rewards."""
+        return replace(run, rewards=run.rewards.weighted())
