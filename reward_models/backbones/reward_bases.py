@@ -3,7 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
@@ -175,12 +175,14 @@ class NetworkReward(ScreenedReward, Loadable):
         return rated
 
 
-def place_rows(
-    table: Float[Tensor, "m *R"], rows: Sequence[int], num: int
-) -> Float[Tensor, "n *R"]:
-    """Return `num` rows of NaN, on the CPU, with the m rows of `table` placed at `rows`."""
-    places = torch.full((num, *table.shape[1:]), torch.nan)
-    return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())
+def derive_spec(inner: RewardSpec, suffix: str, how: str, **changes: Any) -> RewardSpec:
+    """Return the spec of scores that are made from those of another reward.
+
+    The suffix is added to the names, and `how` to the version.
+    """
+    dims = tuple(f"{dim}_{suffix}" for dim in inner.dims)
+    version = f"{inner.fingerprint()}; {how}"
+    return replace(inner, name=f"{inner.name}_{suffix}", dims=dims, version=version, **changes)
 
 
 Verdict = (

@@ -1,9 +1,9 @@
 """Implements rewards made of others: of frames, of shifts, behind a gate, and drift over time."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import hypot, isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -22,9 +22,15 @@ from flowalign.types import (
     RewardSpec,
 )
 from reward_models.backbones.pixels import evenly
-from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward, place_rows
+from reward_models.backbones.reward_bases import (
+    BatchScores,
+    Composed,
+    ScreenedReward,
+    derive_spec,
+)
 
 
+@dataclass(eq=False, repr=False)
 class PerFrame(Composed, ScreenedReward):
     """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
 
@@ -34,27 +40,25 @@ class PerFrame(Composed, ScreenedReward):
     without a score leaves its video without one.
     """
 
-    def __init__(
-        self,
-        reward: RewardModel,
-        over: Pool = "mean",
-        temperature: PositiveFloat | None = None,
-        frames: PositiveInt | None = None,
-        at_once: PositiveInt = 64,
-    ):
-        _check(reward.spec, over, temperature)
-        self.reward, self.temperature = reward, temperature
-        self.over: Pool = over
-        self.frames, self.at_once = frames, at_once
-        inner = reward.spec
+    reward: RewardModel
+    over: Pool = "mean"
+    temperature: PositiveFloat | None = None
+    frames: PositiveInt | None = None
+    at_once: PositiveInt = 64
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the reward cannot score frames, or the pooling is not defined."""
+        super().__post_init__()
+        over, temperature = self.over, self.temperature
+        _require_images(self, self.reward.spec)
+        if (temperature is None) == (over == "soft_min"):
+            raise ValueError(
+                f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
+                "and null for mean and min"
+            )
         pooling = over if temperature is None else f"{over} at {temperature:g}"
-        self.spec = replace(
-            inner,
-            name=f"{inner.name}_{over}",
-            dims=tuple(f"{dim}_{over}" for dim in inner.dims),
-            modality="video",
-            version=f"{inner.fingerprint()}; {pooling} of {frames or 'all'} frames",
-        )
+        how = f"{pooling} of {self.frames or 'all'} frames"
+        self.spec = derive_spec(self.reward.spec, over, how, modality="video")
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
@@ -62,51 +66,40 @@ class PerFrame(Composed, ScreenedReward):
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score frames as images, and pool the scores."""
-        num_frames, failed = batch.media.shape[1], dict[int, str]()
+        num_frames = batch.media.shape[1]
         chosen = evenly(num_frames, min(self.frames or num_frames, num_frames))
-        places = [(i, k) for i in range(len(batch)) for k in chosen]
-        scores = self._scores(batch, places, failed).unflatten(0, (len(batch), -1))
-        # Pool complete videos only: a NaN score must not enter the gradient.
-        whole = [i for i in range(len(batch)) if i not in failed]
-        pooled = pool_frames(scores[whole], self.over, self.temperature)
-        return BatchScores(place_rows(pooled, whole, len(batch)), failed=failed)
-
-    def _scores(
-        self, batch: MediaBatch, places: Sequence[tuple[int, int]], failed: dict[int, str]
-    ) -> Float[Tensor, "m R"]:
-        """Score frame k of sample i, for every (i, k); add reasons for failures to `failed`."""
-        parts = []
-        for start in range(0, len(places), self.at_once):
-            some = places[start : start + self.at_once]
-            rows, frames = zip(*some, strict=True)
-            pictures = batch.media[list(rows), list(frames)][:, None]
-            output = self.reward.score(_to_images(batch, rows, pictures))
-            parts.append(output.values)
-            for place, reason in sorted(output.reasons.items()):
-                failed.setdefault(rows[place], f"frame {frames[place]}: {reason}")
-        return torch.cat(parts)
+        scores, failed = _score_frames(self.reward, batch, chosen, self.at_once)
+        # A NaN score of a failed video must not enter the gradient.
+        pooled = pool_frames(scores.nan_to_num(), self.over, self.temperature)
+        return BatchScores(pooled, failed=failed)
 
 
-def _to_images(
-    batch: MediaBatch, rows: Sequence[int], pictures: Float[Tensor, "m 1 3 H W"]
-) -> MediaBatch:
-    """Return frames as a batch of images, with the prompts and metadata of their videos."""
-    return replace(replace(batch, media=batch.media[:, :0]).take(rows), media=pictures)
-
-
-def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
-    """Raise ValueError if the reward cannot score frames, or the pooling is not defined."""
+def _require_images(wrapper: object, inner: RewardSpec) -> None:
+    name = type(wrapper).__name__
     if inner.modality == "video":
-        raise ValueError(f"PerFrame needs a reward that scores images; {inner.name} does not")
+        raise ValueError(f"{name} needs a reward that scores images; {inner.name} does not")
     if "groups" in inner.needs:
-        raise ValueError(f"PerFrame scores frames one by one; {inner.name} compares samples")
-    if (temperature is None) == (over == "soft_min"):
-        raise ValueError(
-            f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
-            "and null for mean and min"
-        )
+        raise ValueError(f"{name} scores frames one by one; {inner.name} compares samples")
 
 
+def _score_frames(
+    reward: RewardModel, batch: MediaBatch, frames: Sequence[int], at_once: int
+) -> tuple[Float[Tensor, "n f R"], dict[int, str]]:
+    """Return the scores of some frames of each video, and the first reason of each failed video."""
+    failed: dict[int, str] = {}
+    places = [(i, k) for i in range(len(batch)) for k in frames]
+    without_frames, parts = replace(batch, media=batch.media[:, :0]), []
+    for start in range(0, len(places), at_once):
+        rows, shown = zip(*places[start : start + at_once], strict=True)
+        pictures = batch.media[list(rows), list(shown)][:, None]
+        output = reward.score(replace(without_frames.take(rows), media=pictures))
+        parts.append(output.values)
+        for place, reason in sorted(output.reasons.items()):
+            failed.setdefault(rows[place], f"frame {shown[place]}: {reason}")
+    return torch.cat(parts).unflatten(0, (len(batch), -1)), failed
+
+
+@dataclass(eq=False, repr=False)
 class Shifted(Composed, ScreenedReward):
     """Scores the mean of `reward` over `views` shifts of each sample, which lowers reward noise.
 
@@ -115,37 +108,36 @@ class Shifted(Composed, ScreenedReward):
     leaves its sample without one.
     """
 
-    def __init__(self, reward: RewardModel, views: PositiveInt = 5, pixels: PositiveInt = 1):
-        if "groups" in reward.spec.needs:
+    reward: RewardModel
+    views: PositiveInt = 5
+    pixels: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the reward compares samples."""
+        super().__post_init__()
+        inner = self.reward.spec
+        if "groups" in inner.needs:
             raise ValueError(
-                f"Shifted scores views one by one; {reward.spec.name} compares samples: choose "
-                "another reward"
+                f"Shifted scores views one by one; {inner.name} compares samples: choose another "
+                "reward"
             )
-        self.reward, self.pixels = reward, pixels
-        self.shifts = list_shifts(views)
-        inner = reward.spec
-        self.spec = replace(
-            inner,
-            name=f"{inner.name}_shifted",
-            dims=tuple(f"{dim}_shifted" for dim in inner.dims),
-            maps=False,
-            version=f"{inner.fingerprint()}; {views} shifts of {pixels}",
-        )
+        how = f"{self.views} shifts of {self.pixels}"
+        self.spec = derive_spec(inner, "shifted", how, maps=False)
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
-        return self.reward.judge_calls([size * len(self.shifts) for size in group_sizes])
+        return self.reward.judge_calls([size * self.views for size in group_sizes])
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every view, and average the scores."""
         failed, total = dict[int, str](), torch.zeros(len(batch), len(self.spec.dims))
-        for down, right in self.shifts:
+        for down, right in list_shifts(self.views):
             media = shift(batch.media, down * self.pixels, right * self.pixels)
             output = self.reward.score(replace(batch, media=media))
             total = total + output.values
             for i, reason in output.reasons.items():
                 failed.setdefault(i, f"a view: {reason}")
-        return BatchScores(total / len(self.shifts), failed=failed)
+        return BatchScores(total / self.views, failed=failed)
 
 
 def list_shifts(count: int) -> list[tuple[int, int]]:
@@ -161,6 +153,7 @@ def shift(media: Float[Tensor, "n F 3 H W"], down: int, right: int) -> Float[Ten
     return media[..., rows, :][..., (columns - right).clamp(0, media.shape[-1] - 1)]
 
 
+@dataclass(eq=False, repr=False)
 class Gated(Composed, ScreenedReward):
     """Scores the dimensions of `gate`, and those of `reward` if the gate's `dim` >= `floor`.
 
@@ -169,27 +162,44 @@ class Gated(Composed, ScreenedReward):
     nothing by being smooth, consistent and free of flicker.
     """
 
-    def __init__(
-        self,
-        reward: RewardModel,
-        gate: RewardModel,
-        dim: str,
-        floor: FiniteFloat,
-        below: FiniteFloat | None = None,
-    ):
-        if dim not in gate.spec.dims:
+    reward: RewardModel
+    gate: RewardModel
+    dim: str
+    floor: FiniteFloat
+    below: FiniteFloat | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the gate, or the score below its floor, is not defined."""
+        super().__post_init__()
+        reward, gate = self.reward.spec, self.gate.spec
+        if self.dim not in gate.dims:
             raise ValueError(
-                f"dim of Gated is {dim!r}; {gate.spec.name} has {', '.join(gate.spec.dims)}"
+                f"dim of Gated is {self.dim!r}; {gate.name} has {', '.join(gate.dims)}"
             )
-        lowest = reward.spec.scale[0] if below is None else below
+        lowest = self.lowest = reward.scale[0] if self.below is None else self.below
         if not isfinite(lowest):
             raise ValueError(
-                f"below of Gated is {lowest:g}; it must be finite: set it, as {reward.spec.name} "
-                "has no lowest score"
+                f"below of Gated is {lowest:g}; it must be finite: set it, as {reward.name} has no "
+                "lowest score"
             )
-        self.reward, self.gate, self.floor, self.below = reward, gate, floor, lowest
-        self.column = gate.spec.dims.index(dim)
-        self.spec = _gated_spec(reward.spec, gate.spec, lowest, f"{dim} >= {floor:g}")
+        if {reward.modality, gate.modality} == {"image", "video"}:
+            raise ValueError(
+                f"{reward.name} scores {reward.modality}s, {gate.name} {gate.modality}s"
+            )
+        rule = f"{self.dim} >= {self.floor:g} of {gate.fingerprint()}, else {lowest:g}"
+        self.spec = RewardSpec(
+            name=f"{reward.name}_gated",
+            dims=(*gate.dims, *reward.dims),
+            modality=reward.modality if gate.modality == "any" else gate.modality,
+            scale=(
+                min(gate.scale[0], reward.scale[0], lowest),
+                max(gate.scale[1], reward.scale[1], lowest),
+            ),
+            licence="; ".join(dict.fromkeys([reward.licence, gate.licence])),
+            needs=tuple(sorted({*reward.needs, *gate.needs})),
+            normalisation=reward.normalisation,
+            version=f"{reward.fingerprint()} where {rule}",
+        )
 
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
@@ -198,9 +208,10 @@ class Gated(Composed, ScreenedReward):
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score every sample with the gate, and samples at or above the floor with the reward."""
         gate = self.gate.score(batch)
-        failed, decided = dict(gate.reasons), gate.values[:, self.column]
+        failed = dict(gate.reasons)
+        decided = gate.values[:, self.gate.spec.dims.index(self.dim)]
         reward = torch.full((len(batch), len(self.reward.spec.dims)), torch.nan)
-        reward[decided < self.floor] = self.below
+        reward[decided < self.floor] = self.lowest
         passed = [i for i in range(len(batch)) if decided[i] >= self.floor and i not in failed]
         if passed:
             output = self.reward.score(batch.take(passed))
@@ -209,26 +220,7 @@ class Gated(Composed, ScreenedReward):
         return BatchScores(torch.cat([gate.values, reward], 1), failed=failed)
 
 
-def _gated_spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -> RewardSpec:
-    if {reward.modality, gate.modality} == {"image", "video"}:
-        raise ValueError(f"{reward.name} scores {reward.modality}s, {gate.name} {gate.modality}s")
-    return RewardSpec(
-        name=f"{reward.name}_gated",
-        dims=(*gate.dims, *reward.dims),
-        modality=reward.modality if gate.modality == "any" else gate.modality,
-        scale=(
-            min(gate.scale[0], reward.scale[0], below),
-            max(gate.scale[1], reward.scale[1], below),
-        ),
-        licence=reward.licence
-        if reward.licence == gate.licence
-        else f"{reward.licence}; {gate.licence}",
-        needs=tuple(sorted({*reward.needs, *gate.needs})),
-        normalisation=reward.normalisation,
-        version=f"{reward.fingerprint()} where {rule} of {gate.fingerprint()}, else {below:g}",
-    )
-
-
+@dataclass(eq=False, repr=False)
 class Drift(Composed, ScreenedReward):
     """Scores the negative change of every dimension of `image` from a video's start to its end.
 
@@ -238,33 +230,23 @@ class Drift(Composed, ScreenedReward):
     drift, so combine it with the score itself.
     """
 
-    def __init__(
-        self, image: RewardModel, share: Annotated[float, Range(above=0, most=0.5)] = 0.15
-    ):
-        inner = image.spec
-        if inner.modality == "video":
-            raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")
-        self.reward, self.share = image, share
-        low, high = inner.scale
-        self.spec = replace(
-            inner,
-            name=f"{inner.name}_drift",
-            dims=tuple(f"{dim}_drift" for dim in inner.dims),
-            modality="video",
-            scale=(low - high, 0.0),
-            maps=False,
-            version=f"{inner.fingerprint()}; share {share}",
-        )
+    image: RewardModel
+    share: Annotated[float, Range(above=0, most=0.5)] = 0.15
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the reward cannot score frames."""
+        super().__post_init__()
+        inner = self.image.spec
+        _require_images(self, inner)
+        scale = inner.scale[0] - inner.scale[1], 0.0
+        fixed: dict[str, Any] = {"modality": "video", "scale": scale, "maps": False}
+        self.spec = derive_spec(inner, "drift", f"share {self.share}", **fixed)
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score the frames of both ends as images."""
-        frames, failed = batch.media.shape[1], dict[int, str]()
+        frames = batch.media.shape[1]
         width = max(1, int(self.share * frames))
         ends = [*range(width), *range(frames - width, frames)]
-        rows = [i for i in range(len(batch)) for _ in ends]
-        pictures = batch.media[:, ends].flatten(0, 1)[:, None]
-        output = self.reward.score(replace(batch.take(rows), media=pictures))
-        for place, reason in output.reasons.items():
-            failed.setdefault(rows[place], f"a frame: {reason}")
-        scores = output.values.unflatten(0, (len(batch), 2, width)).mean(2)
-        return BatchScores(-(scores[:, 0] - scores[:, 1]).abs(), failed=failed)
+        scores, failed = _score_frames(self.image, batch, ends, len(batch) * len(ends))
+        start, end = scores.unflatten(1, (2, width)).mean(2).unbind(1)
+        return BatchScores(-(start - end).abs(), failed=failed)

@@ -4,8 +4,9 @@ Source: D2-Align, arXiv:2512.24146, from its formulas; no code was found. The po
 the gradient path `DirectAlign`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from flowalign.types import (
 from flowalign.utils.files import explain_shape, read_objects
 from reward_models.backbones.checkpoints import fingerprint_of
 from reward_models.backbones.clip_towers import Towers, guide_text
-from reward_models.backbones.reward_bases import NetworkReward
+from reward_models.backbones.reward_bases import NetworkReward, derive_spec
 
 
 def learn_shift(
@@ -49,6 +50,7 @@ def learn_shift(
     return shift.detach()
 
 
+@dataclass(eq=False, repr=False)
 class D2Align(RewardModel, Loadable):
     """Scores with `reward` and a text embedding that a learned direction moves by `strength`.
 
@@ -57,43 +59,31 @@ class D2Align(RewardModel, Loadable):
     on all images. The paper learns it on samples that are noised and denoised by one step.
     """
 
-    def __init__(
-        self,
-        reward: RewardModel,
-        media: str,
-        strength: PositiveFloat = 1.5,
-        steps: PositiveInt = 3000,
-        learning_rate: PositiveFloat = 1e-3,
-    ):
-        if not isinstance(reward, NetworkReward):
-            raise ValueError(
-                f"reward of D2Align is {type(reward).__name__}; choose PickScore, HPSv2 or "
-                "CLIPScore, which compare an image embedding with a text embedding"
-            )
-        self.reward, self.media, self.strength = reward, media, strength
-        self.steps, self.learning_rate = steps, learning_rate
-        inner, longest = reward.spec, 1 + 2 * strength  # length of a guided text, at most
-        learned = f"{strength:g} {steps} {learning_rate:g} {fingerprint_of(media)}"
-        self.spec = replace(
-            inner,
-            name=f"{inner.name}_d2",
-            dims=tuple(f"{dim}_d2" for dim in inner.dims),
-            scale=(inner.scale[0] * longest, inner.scale[1] * longest),
-            version=f"{inner.fingerprint()}; {learned}",
-        )
+    reward: RewardModel
+    media: str
+    strength: PositiveFloat = 1.5
+    steps: PositiveInt = 3000
+    learning_rate: PositiveFloat = 1e-3
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a reward without a network."""
+        super().__post_init__()
+        if not isinstance(self.reward, NetworkReward):
+            self._refuse_reward()
+        (low, high), longest = self.reward.spec.scale, 1 + 2 * self.strength  # of a guided text
+        settings = f"{self.strength:g} {self.steps} {self.learning_rate:g}"
+        how, scale = f"{settings} {fingerprint_of(self.media)}", (low * longest, high * longest)
+        self.spec = derive_spec(self.reward.spec, "d2", how, scale=scale)
 
     def load(self) -> None:
         """Load the reward and learn the direction; raise ValueError for unusable images."""
         listing = read_listing(self.media)
+        assert isinstance(self.reward, NetworkReward), "the constructor has checked it"
         self.reward.load()
         towers = self.reward.network
         if not isinstance(towers, Towers):
-            raise ValueError(
-                f"reward of D2Align is {type(self.reward).__name__}, which has no CLIP towers: "
-                "choose PickScore, HPSv2 or CLIPScore"
-            )
-        device = self.reward.place
-        towers.to(device)  # it may be offloaded between calls
+            self._refuse_reward()
+        towers.to(self.reward.place)  # it may be offloaded between calls
         with torch.no_grad():
             images = torch.cat([towers.images(_read(path), 1) for path, _ in listing])
             texts = towers.texts([prompt for _, prompt in listing])
@@ -104,6 +94,12 @@ class D2Align(RewardModel, Loadable):
         """Score with the moved text embeddings."""
         self.load()
         return self.reward.score(batch)
+
+    def _refuse_reward(self) -> NoReturn:
+        raise ValueError(
+            f"reward of D2Align is {type(self.reward).__name__}, which has no CLIP towers: choose "
+            "PickScore, HPSv2 or CLIPScore"
+        )
 
 
 def read_listing(folder: str) -> list[tuple[Path, str]]:
@@ -119,10 +115,8 @@ def read_listing(folder: str) -> list[tuple[Path, str]]:
             f"initial policy with flowalign sample RUN.yaml --out {folder}"
         )
     with explain_shape(listing, "every line needs file_name and prompt"):
-        found = [
-            (Path(folder) / row["file_name"], str(row["prompt"]))
-            for _, row in read_objects(listing)
-        ]
+        rows = [row for _, row in read_objects(listing)]
+        found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]
     if not found or any(path.suffix != ".png" for path, _ in found):
         raise ValueError(f"{listing} must name at least one image, and PNG files only")
     return found

@@ -74,7 +74,7 @@ class TrainedReward(NetworkReward, Refreshable):
         Raises:
             ValueError: The folder is damaged, or its backbone has other weights than in training.
         """
-        self.backbone, head = _build(self.config, self.path)
+        self.backbone: Backbone = _build(Backbone, self.config["backbone"], self.path)
         self.backbone.load()
         if self.backbone.fingerprint != self.config["backbone_fingerprint"]:
             raise ValueError(
@@ -83,13 +83,14 @@ class TrainedReward(NetworkReward, Refreshable):
                 f"{self.backbone.fingerprint}"
             )
         tensors = read_tensors(self.weights)
-        self.rater = build_rater(head, tensors, self.config["dims"], self.path)
+        self.rater = build_rater(self.config, tensors, self.path)
         whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
         adapters = {n for n, p in self.backbone.network.named_parameters() if p.requires_grad}
-        frozen = [n for n in self.backbone.network.state_dict() if n not in adapters]
-        _refuse_frozen({f"backbone.{n}" for n in frozen} & tensors.keys(), self.path)
-        current = {f"backbone.{n}": self.backbone.network.state_dict()[n] for n in frozen}
-        load_exactly(whole, current | tensors, self.path)
+        state = self.backbone.network.state_dict()
+        frozen = {f"backbone.{n}": value for n, value in state.items() if n not in adapters}
+        if saved := frozen.keys() & tensors.keys():
+            raise ValueError(f"{self.path} holds frozen weights of the backbone: {min(saved)}")
+        load_exactly(whole, frozen | tensors, self.path)
         return whole
 
     def head(self) -> Mapping[str, nn.Parameter]:
@@ -120,8 +121,8 @@ class TrainedReward(NetworkReward, Refreshable):
 
 def _read_needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
     """Return the inputs that samples need; folders from before source images name none."""
-    prompt: tuple[Need, ...] = ("prompt",) if config["needs_prompt"] else ()
-    return (*prompt, "references") if config.get("needs_references") else prompt
+    keys: dict[Need, str] = {"prompt": "needs_prompt", "references": "needs_references"}
+    return tuple(need for need, key in keys.items() if config.get(key))
 
 
 def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) -> dict[str, Any]:
@@ -135,8 +136,7 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
         other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
         raise ValueError(
             f"{path.parent} scores {'finished samples' if noisy else 'noisy latents'}: load it "
-            "with "
-            f"reward_models.{other}"
+            f"with reward_models.{other}"
         )
     # The policy of a latent reward's backbone is not built, so it may be of any package.
     backbone = {"class_path": config["backbone"]["class_path"]}
@@ -192,44 +192,25 @@ def _class_paths(value: Any) -> Iterator[str]:
             yield from _class_paths(part)
 
 
-def _build(config: Mapping[str, Any], path: str) -> tuple[Backbone, Head]:
-    built = _instantiate({"backbone": (Backbone, config["backbone"]), **_head(config)}, path)
-    return built["backbone"], built["head"]
-
-
-def build_head(config: Mapping[str, Any], path: str) -> Head:
-    """Build only the head that a description names; raise ValueError if it cannot be built."""
-    return _instantiate(_head(config), path)["head"]
-
-
-def _head(config: Mapping[str, Any]) -> dict[str, tuple[type, Any]]:
-    return {"head": (Head, config["head"])}
-
-
-def _instantiate(parts: Mapping[str, tuple[type, Any]], path: str) -> dict[str, Any]:
-    parser = ArgumentParser(exit_on_error=False)
-    for name, (kind, _) in parts.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
+def _build(kind: type, part: Mapping[str, Any], path: str) -> Any:
+    """Build the backbone or head that a description names; raise ValueError if it cannot be."""
+    parser, name = ArgumentParser(exit_on_error=False), kind.__name__.lower()
+    parser.add_argument(f"--{name}", type=kind, required=True)
     try:
-        given = {name: value for name, (_, value) in parts.items()}
-        return vars(parser.instantiate_classes(parser.parse_object(given)))
+        return parser.instantiate_classes(parser.parse_object({name: part}))[name]
     except (ArgumentError, ValueError, TypeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
 
 
-def build_rater(head: Head, tensors: Mapping[str, Tensor], dims: Sequence[str], path: str) -> Rater:
-    """Build the rater for features of the saved widths; raise ValueError if there are none."""
+def build_rater(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> Rater:
+    """Build the described head for features of the saved widths; raise ValueError without them."""
     saved = ["rater.joint.mean", "rater.prompt.mean"]
     if missing := [name for name in saved if name not in tensors]:
         raise ValueError(f"{path} lacks {missing[0]}")
     joint, prompt = (len(tensors[name]) for name in saved)
-    return Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
-
-
-def _refuse_frozen(keys: set[str], path: str) -> None:
-    if keys:
-        raise ValueError(f"{path} holds frozen weights of the backbone: {min(keys)}")
+    head: Head = _build(Head, config["head"], path)
+    return Rater(head.build(joint, prompt, config["dims"]), joint, prompt, len(config["dims"]))
 
 
 class TrainedLatentReward(LatentReward):
@@ -268,8 +249,7 @@ class TrainedLatentReward(LatentReward):
                 f"{type(policy).__name__} have {found}"
             )
         tensors = read_tensors(find_file(self.path, _FILE))
-        head = build_head(self.config, self.path)
-        rater = build_rater(head, tensors, self.config["dims"], self.path)
+        rater = build_rater(self.config, tensors, self.path)
         values = {name.removeprefix("rater."): value for name, value in tensors.items()}
         load_exactly(rater, values, self.path)
         device = next(policy.denoiser.parameters()).device

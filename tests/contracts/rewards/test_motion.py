@@ -226,7 +226,7 @@ def test_a_frame_that_cannot_be_scored_makes_its_video_invalid():
     media[2, 1] = 0  # in the middle: nobody looks
     output = Drift(Brightness()).score(MediaBatch(media, [""] * 3))
     assert output.valid.all(1).tolist() == [True, False, True]
-    assert output.reasons == {1: "a frame: too dark"}
+    assert output.reasons == {1: "frame 3: too dark"}
 
 
 def test_drift_refuses_what_it_cannot_use():
