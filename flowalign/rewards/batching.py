@@ -3,12 +3,15 @@
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Literal
+
+from typing_extensions import override
 
 from flowalign.rewards.checked import CheckedReward, RewardError, load
 from flowalign.rewards.protocol import CONTENT_TYPE
@@ -127,11 +130,9 @@ class _Job:
     deadline: float
     result: "Future[RewardOutput]" = field(default_factory=Future)
 
-    def fits(self, other: "_Job") -> bool:
-        """Return whether both batches can be concatenated."""
-        return self._kind() == other._kind()
-
-    def _kind(self) -> tuple[object, ...]:
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for batches that can be concatenated."""
         b = self.batch
         columns = (b.metadata, b.fps, b.references, b.groups, b.masks)
         return (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
@@ -150,58 +151,38 @@ class _Job:
             self.result.set_exception(error)
 
 
-@runtime_checkable
-class Queue(Protocol):
+class Queue(ABC):
     """Source of scores of one reward that a server offers."""
 
-    @property
-    def spec(self) -> RewardSpec:
-        """Return the declaration of the reward."""
-        ...
-
-    @property
-    def state(self) -> str:
-        """Return `loading`, `ready` or `failed`."""
-        ...
-
-    failure: str
+    spec: RewardSpec
+    """Declaration of the reward."""
+    state: Literal["loading", "ready", "failed"] = "ready"
+    failure = ""
     """Reason of the state `failed`, or empty."""
-    late: str
+    late = "not scored"
     """Begin of the message about a deadline that has passed."""
 
+    @abstractmethod
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
-        """Queue a batch; return a future of its scores, which may be cancelled."""
-        ...
+        """Queue a batch; return a future of its scores. Cancelling it removes the batch."""
 
 
-class Batcher:
+class Batcher(Queue):
     """Thread that runs one model on batches, the earliest deadline first.
 
     An error of the model becomes the answer of the request that caused it; the thread continues.
     """
 
-    late = "not scored"
-
     def __init__(self, model: RewardModel, limits: Limits):
         self.model, self.limits = model, limits
-        self.ready, self.failure = threading.Event(), ""
+        self.spec, self.state = model.spec, "loading"
         self.waiting: list[_Job] = []
         self._changed = threading.Condition()
         # A daemon thread, so that the process can exit while the model scores.
         threading.Thread(target=self._work, name=f"reward-{model.spec.name}", daemon=True).start()
 
-    @property
-    def spec(self) -> RewardSpec:
-        """Return the declaration of the model, which loading may complete."""
-        return self.model.spec
-
-    @property
-    def state(self) -> str:
-        """Return the state of the model: `loading`, `ready`, or `failed` if it did not load."""
-        return "failed" if self.failure else "ready" if self.ready.is_set() else "loading"
-
+    @override
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
-        """Queue a batch; return a future of its scores. Cancelling it removes the batch."""
         job = _Job(batch, deadline)
         job.result.add_done_callback(lambda _: self._drop_cancelled())
         with self._changed:
@@ -215,7 +196,7 @@ class Batcher:
         jobs: list[_Job] = []
         try:
             load(self.model)
-            self.ready.set()
+            self.spec, self.state = self.model.spec, "ready"  # loading may complete the spec
             checked = CheckedReward(self.model)
             while True:
                 jobs = [job for job in self._take() if job.begin()]
@@ -224,8 +205,8 @@ class Batcher:
         except (ValueError, OSError, RewardError) as error:
             self.failure = str(error)
         finally:  # answer all clients also after any other error, which goes to the log
-            name = self.model.spec.name
-            self.failure = self.failure or f"{name} has stopped; see the server's log"
+            self.failure = self.failure or f"{self.spec.name} has stopped; see the server's log"
+            self.state = "failed"
             for job in (*jobs, *self.waiting):
                 job.fail(RuntimeError(self.failure))
 
@@ -242,16 +223,18 @@ class Batcher:
         if not self.waiting:
             return True
         first = min(self.waiting, key=lambda job: job.deadline)
-        return sum(len(j.batch) for j in self.waiting if j.fits(first)) >= self.limits.max_batch
+        return (
+            sum(len(j.batch) for j in self.waiting if j.kind == first.kind) >= self.limits.max_batch
+        )
 
     def _next_batch(self) -> list[_Job]:
         """Return the most urgent job, with further jobs that fit unless the model needs groups."""
         batch: list[_Job] = []
         for job in sorted(self.waiting, key=lambda job: job.deadline):
             size = sum(len(one.batch) for one in batch) + len(job.batch)
-            if not batch or (job.fits(batch[0]) and size <= self.limits.max_batch):
+            if not batch or (job.kind == batch[0].kind and size <= self.limits.max_batch):
                 batch.append(job)
-            if "groups" in self.model.spec.needs:
+            if "groups" in self.spec.needs:
                 break
         return batch
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from typing import Literal
@@ -51,6 +52,9 @@ class CheckedReward(RewardModel):
     ):
         self.model, self.spec, self.on_failure = model, model.spec, on_failure
         self.patience = Patience(f"reward {model.spec.name!r}", log)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _use_device, (device,))
+        """Thread for all calls of the model, with the device of the creating thread."""
         self.answered = False
         self.left_dtype: torch.dtype | None = None
         """Default dtype of torch after a call, if it is not float32 and was another one before."""
@@ -72,10 +76,8 @@ class CheckedReward(RewardModel):
                 output = self.model.score(own)
         except RewardGone:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a plug-in may raise anything: it ends the run or is logged
+        # A plug-in may raise anything: it ends the run or is logged.
+        except (Exception, SystemExit) as error:
             broken = RewardError(spec, f"raised {describe_error(error, _file_of(self.model))}")
             if self.on_failure == "raise" or not self.answered:
                 raise broken from error
@@ -92,6 +94,12 @@ class CheckedReward(RewardModel):
         return replace(found, values=found.values.detach())
 
 
+def _use_device(device: int | None) -> None:
+    """Select the device of this process, because every thread has its own current device."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
 def load(model: RewardModel) -> None:
     """Load a model if it is `Loadable`.
 
@@ -104,10 +112,8 @@ def load(model: RewardModel) -> None:
             model.load()
     except (ValueError, OSError):
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a plug-in may raise anything: the user gets its name and text
+    # A plug-in may raise anything: the user gets its name and text.
+    except (Exception, SystemExit) as error:
         described = describe_error(error, _file_of(model))
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
 

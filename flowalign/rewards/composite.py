@@ -1,7 +1,7 @@
 """Combine several reward models: concatenate and weight their dimensions, and handle failures."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Rewards:
     """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
     """Weight of each dimension (default: 0)."""
-    workers: dict[int, "Worker"] = field(default_factory=dict, init=False, repr=False)
-    """Thread of each model that was called, by the `id()` of the model."""
+    workers: dict[int, CheckedReward] = field(default_factory=dict, init=False, repr=False)
+    """Each model that was called, with its thread, by the `id()` of the model."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for weights of unknown dimensions, or dimensions of several models."""
@@ -119,7 +119,7 @@ class Rewards:
         """Return media with their requests as a batch; `fps` is None for images."""
         has_metadata = any(request.metadata for request in requests)
         has_references = any(request.references for request in requests)
-        has_masks = any(request.mask for request in requests)
+        masks = [r.mask.read()[0].mean(0, keepdim=True) if r.mask else None for r in requests]
         return MediaBatch(
             media,
             prompts_of(requests),
@@ -127,7 +127,7 @@ class Rewards:
             () if fps is None else (fps,) * len(media),
             [[one.read()[0] for one in r.references] for r in requests] if has_references else (),
             groups,
-            [_mask(request) for request in requests] if has_masks else (),
+            masks if any(request.mask for request in requests) else (),
             sound,
         )
 
@@ -169,30 +169,28 @@ class Rewards:
             ValueError: A model is not differentiable.
         """
         self.costs.reward_calls += len(batch) * len(self.models)
-        columns = [self.worker(model).model.score(batch) for model in self.models]
+        columns = [self.worker(model).score(batch) for model in self.models]
         self.check_default_dtype()
         return join_dimensions(columns)
 
     def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
         """Call a model in its own thread: models run in parallel, calls of one model in order."""
         worker = self.worker(model)
-        return worker.thread.submit(worker.model.score, batch)
+        return worker.thread.submit(worker.score, batch)
 
-    def worker(self, model: RewardModel) -> "Worker":
-        """Return the checked model and its thread, which are created at the first call."""
+    def worker(self, model: RewardModel) -> CheckedReward:
+        """Return the checked model with its thread, which are created at the first call."""
         if id(model) not in self.workers:
             checked = CheckedReward(model, self.on_failure, lambda text: self.log(text))
-            device = torch.cuda.current_device() if torch.cuda.is_available() else None
-            thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _use_device, (device,))
-            self.workers[id(model)] = Worker(checked, thread)
+            self.workers[id(model)] = checked
         return self.workers[id(model)]
 
     def check_default_dtype(self) -> None:
         """Raise RewardFailure if a model left torch's default dtype changed."""
         workers = [*self.workers.values()]
-        if any(one.model.left_dtype == torch.get_default_dtype() for one in workers):
+        if any(one.left_dtype == torch.get_default_dtype() for one in workers):
             wait([one.thread.submit(int) for one in workers])  # a model may be loading right now
-            check_default_dtype([one.model for one in workers])
+            check_default_dtype(workers)
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
         """Raise RewardFailure if a weighted dimension failed; `name` maps an index to a name."""
@@ -209,27 +207,6 @@ class Rewards:
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
         """Return True for samples with valid scores in all weighted dimensions."""
         return valid[:, self.weights != 0].all(1)
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Checked model with the thread that calls it."""
-
-    model: CheckedReward
-    """Model with checked outputs."""
-    thread: ThreadPoolExecutor
-    """Executor with one thread."""
-
-
-def _mask(request: Request) -> Float[Tensor, "1 H W"] | None:
-    """Return the inpainting mask of a request; None if it has none."""
-    return request.mask.read()[0].mean(0, keepdim=True) if request.mask else None
-
-
-def _use_device(device: int | None) -> None:
-    """Select the device of this process, because every thread has its own current device."""
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 class Scoring:

@@ -18,7 +18,6 @@ from flowalign.utils.live_objects import find_object
 
 _VIDEOS = ("videos", "video", "clips")
 """Names of a first parameter that takes videos; any other name takes images."""
-_MISSING = object()
 Form = Literal["pil", "tensor"]
 """Form in which a function takes images."""
 
@@ -87,20 +86,18 @@ class CallableReward(RewardModel):
         return frames if self._takes_videos else [clip[0] for clip in frames]
 
     def _inputs(self, batch: MediaBatch) -> dict[str, Any]:
-        metadata = [copy.deepcopy(dict(one)) for one in batch.metadata] or [
-            {} for _ in batch.prompts
-        ]
-        known = {"prompts": list(batch.prompts), "metadata": metadata}
+        metadata = [copy.deepcopy(dict(one)) for one in batch.metadata or [{}] * len(batch)]
         columns = {name: [one.get(name) for one in metadata] for one in metadata for name in one}
-        inputs = columns | {"prompts": known["prompts"]} if self._takes_all else {}
+        columns["prompts"] = list(batch.prompts)
+        inputs = dict(columns) if self._takes_all else {}
+        known = columns | {"metadata": metadata}
         for parameter in self._columns:
-            value = known.get(parameter.name, columns.get(parameter.name, _MISSING))
-            if value is not _MISSING:
-                inputs[parameter.name] = value
+            if parameter.name in known:
+                inputs[parameter.name] = known[parameter.name]
             elif parameter.default is parameter.empty:
                 raise ValueError(
                     f"reward {self.spec.name} takes {parameter.name}, which is no column of the "
-                    f"prompts; there are {', '.join(['prompts', 'metadata', *columns])}"
+                    f"prompts; there are {', '.join(known)}"
                 )
         return inputs
 

@@ -162,20 +162,15 @@ def compute_motion(frames: Float[Tensor, "F 3 h w"]) -> Motion:
     key = digest.digest()
     found = _CACHE.get(key)
     if found is None:
-        fields = _compute_fields(pictures, *frames.shape[2:])
+        height, width = frames.shape[2:]
+        scale = SIDE / min(height, width)
+        size = round(width * scale), round(height * scale)
+        fields = compute_flows([grey for one in pictures for grey in to_grey(one, *size)])
         acceleration = flow_acceleration(fields) if len(fields) > 1 else float("nan")
         found = _CACHE[key] = Motion(tuple(map(fastest_speed, fields)), acceleration)
         for oldest in list(_CACHE)[:-_CACHE_SIZE]:
             _CACHE.pop(oldest, None)
     return found
-
-
-def _compute_fields(
-    pictures: Sequence[UInt8[np.ndarray, "1 h w 3"]], height: int, width: int
-) -> list[Float[np.ndarray, "H W 2"]]:
-    scale = SIDE / min(height, width)
-    size = round(width * scale), round(height * scale)
-    return compute_flows([frame for picture in pictures for frame in to_grey(picture, *size)])
 
 
 class FlowSmoothness(RuleReward):

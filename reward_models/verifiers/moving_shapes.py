@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,48 +55,35 @@ class Actor:
         return list(COLOURS).index(self.colour), SHAPES.index(self.shape)
 
 
-@lru_cache(maxsize=8192)
-def parse_prompt(prompt: str) -> tuple[Actor, ...]:
-    """Parse a prompt of moving Shapes into its actors, in order.
-
-    Raises:
-        ValueError: The prompt is not a prompt of moving Shapes.
-    """
-    parts = prompt.split(" and ")
-    counts = tuple(COUNTS) if len(parts) == 1 else ("a",)
-    actors = [actor for part in parts[:2] for actor in _parse_clause(part, counts)]
-    if not actors or len(parts) > 2 or len(actors) != sum(_count(part) for part in parts):
-        raise ValueError(
-            f"{prompt!r} is not a prompt of moving Shapes: expected {'|'.join(COUNTS)} "
-            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}, or two with 'a' "
-            "joined by 'and'"
-        )
-    return tuple(actors)
-
-
-def _count(clause: str) -> int:
-    return COUNTS.get(clause.partition(" ")[0], 1)
-
-
-def _parse_clause(clause: str, counts: tuple[str, ...]) -> list[Actor]:
-    """Parse a clause such as "two blue squares fall" into actors; return [] if it is none."""
-    count, _, rest = clause.partition(" ")
-    found = [
-        Actor(colour, shape, motion)
-        for colour in COLOURS
-        for shape in SHAPES
-        for motion in MOTIONS
-        if count in counts and rest == write_clause(count, colour, shape, motion).partition(" ")[2]
-    ]
-    return found * COUNTS.get(count, 0)
-
-
 def write_clause(count: str, colour: str, shape: str, motion: str) -> str:
     """Return a clause such as "two blue squares fall" or "a green triangle grows"."""
     if count == "a":
         return f"a {colour} {shape} {motion}"
     verb, _, where = motion.partition(" ")
     return f"{count} {colour} {shape}s {verb.removesuffix('s')} {where}".strip()
+
+
+_CLAUSES = {
+    write_clause(word, *actor): (Actor(*actor),) * count
+    for word, count in COUNTS.items()
+    for actor in product(COLOURS, SHAPES, MOTIONS)
+}
+
+
+def parse_prompt(prompt: str) -> tuple[Actor, ...]:
+    """Parse a prompt of moving Shapes into its actors, in order.
+
+    Raises:
+        ValueError: The prompt is not a prompt of moving Shapes.
+    """
+    clauses = [_CLAUSES.get(clause, ()) for clause in prompt.split(" and ")]
+    if [len(actors) for actors in clauses] not in ([1], [2], [1, 1]):
+        raise ValueError(
+            f"{prompt!r} is not a prompt of moving Shapes: expected {'|'.join(COUNTS)} "
+            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}, or two with 'a' "
+            "joined by 'and'"
+        )
+    return tuple(actor for actors in clauses for actor in actors)
 
 
 @dataclass(frozen=True)

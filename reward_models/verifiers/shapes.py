@@ -6,7 +6,7 @@ of a white square".
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -33,6 +33,13 @@ COUNTS = {"a": 1, "two": 2, "three": 3}
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 """Unit step from the second object to the first, x to the right and y downwards."""
 BACKGROUND = (20, 20, 28)
+_PHRASES = {
+    f"{word} {colour} {shape}{'s' if count > 1 else ''}": ((colour, shape),) * count
+    for word, count in COUNTS.items()
+    for colour in COLOURS
+    for shape in SHAPES
+}
+"""Colour and shape of every object of a phrase such as "two blue squares"."""
 
 _VISIBLE_AREA = 10
 """Minimum area in pixels of a connected region that counts as an object; smaller regions are dirt.
@@ -60,33 +67,17 @@ def parse_prompt(prompt: str) -> Scene:
     Raises:
         ValueError: The prompt is not a prompt of Shapes.
     """
-    for relation in RELATIONS:
-        first, found, second = prompt.partition(f" {relation} ")
-        if found:
-            return Scene(
-                _parse_phrase(first, prompt, ("a",)) + _parse_phrase(second, prompt, ("a",)),
-                relation,
-            )
-    return Scene(_parse_phrase(prompt, prompt, tuple(COUNTS)))
-
-
-def _parse_phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    words = phrase.split()
-    count, colour, noun = words if len(words) == 3 else ("", "", "")
-    shape = noun if count == "a" else noun.removesuffix("s")
-    plural = noun != shape
-    if (
-        count not in counts
-        or colour not in COLOURS
-        or shape not in SHAPES
-        or plural != (count != "a")
-    ):
+    relation = next((r for r in RELATIONS if f" {r} " in prompt), None)
+    phrases = prompt.split(f" {relation} ", 1) if relation else [prompt]
+    objects = [_PHRASES.get(phrase, ()) for phrase in phrases]
+    counts = [len(some) for some in objects]
+    if counts != [1, 1] if relation else counts not in ([1], [2], [3]):
         raise ValueError(
             f"{prompt!r} is not a prompt of Shapes: expected {'|'.join(COUNTS)} "
             f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, or two with 'a' joined by "
             f"{'|'.join(RELATIONS)}"
         )
-    return ((colour, shape),) * COUNTS[count]
+    return Scene(tuple(one for some in objects for one in some), relation)
 
 
 @dataclass(frozen=True)
@@ -158,16 +149,16 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     inside = (size * present).sum(1)
     dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
     return Objects(
-        present,
-        colour,
-        purity,
-        shape,
-        fit,
-        centre,
-        half,
-        padded(find_centroids(mask)),
-        size * present,
-        dirt,
+        present=present,
+        colour=colour,
+        purity=purity,
+        shape=shape,
+        fit=fit,
+        centre=centre,
+        half=half,
+        centroid=padded(find_centroids(mask)),
+        area=size * present,
+        dirt=dirt,
     )
 
 
@@ -222,16 +213,16 @@ def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
     if not found:
         return (0.0,) * 6
     most = max(len(found), len(scene.objects))
-    colour = count_common([c for c, _ in found], [c for c, _ in scene.objects]) / most
-    shape = count_common([s for _, s in found], [s for _, s in scene.objects]) / most
+    columns = zip(zip(*found, strict=True), zip(*scene.objects, strict=True), strict=True)
+    colour, shape = (count_common(shown, asked) / most for shown, asked in columns)
     count = 1 - abs(len(found) - len(scene.objects)) / most
     position = score_position(scene, found, objects.centre[i, objects.present[i]])
-    bound = count_common(found, list(scene.objects)) == most
+    bound = count_common(found, scene.objects) == most
     exact_match = bound and position == 1 and objects.well_formed(i)
     return colour, shape, count, position, objects.clean(i), float(exact_match)
 
 
-def count_common(found: list, asked: list) -> int:
+def count_common(found: Iterable, asked: Iterable) -> int:
     """Return the size of the multiset intersection."""
     return (Counter(found) & Counter(asked)).total()
 

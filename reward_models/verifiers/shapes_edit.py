@@ -124,8 +124,7 @@ def _read_object(row: Any, key: str) -> ShapeObject:
         raise Unscorable(f"its metadata {key!r} has a {colour} {shape}")
     if not all(isinstance(number, int | float) for number in place):
         raise Unscorable(f"its metadata {key!r} has an object at {place}")
-    x, y, radius = map(float, place)
-    return ShapeObject(colour, shape, x, y, radius)
+    return ShapeObject(colour, shape, *map(float, place))
 
 
 class ShapesEditVerifier(ScreenedReward):
@@ -157,11 +156,12 @@ class ShapesEditVerifier(ScreenedReward):
         for i, picture in enumerate(media):
             try:
                 change = EditChange.read(batch.metadata[i] if batch.metadata else {})
-                pixels = _Pixels(_source(batch.references[i], picture), picture)
+                source = _source(batch.references[i], picture)
             except Unscorable as reason:
                 failed[i] = str(reason)
                 continue
-            edit, kept, same, complete = _compare(change, _describe_objects(objects, i), pixels)
+            edit, kept, complete, changed = _compare(change, _describe_objects(objects, i))
+            same = _share_unchanged(source, picture, changed)
             exact_match = complete and same >= _LEAST_SAME and objects.well_formed(i)
             values[i] = torch.tensor([edit, kept, same, objects.clean(i), float(exact_match)])
         return BatchScores(values, failed=failed)
@@ -190,29 +190,24 @@ def _describe_objects(objects: Objects, i: int) -> list[ShapeObject]:
     ]
 
 
-@dataclass(frozen=True)
-class _Pixels:
-    """Pixels of a source and of its edit."""
+def _share_unchanged(
+    source: Float[Tensor, "3 H W"], picture: Float[Tensor, "3 H W"], changed: Sequence[ShapeObject]
+) -> float:
+    """Return the share of unchanged pixels outside `changed`.
 
-    source: Float[Tensor, "3 H W"]
-    picture: Float[Tensor, "3 H W"]
-
-    def same(self, changed: Sequence[ShapeObject]) -> float:
-        """Return the share of unchanged pixels outside `changed`.
-
-        It is the mean of the shares over object pixels and over background pixels. If only
-        background is left outside, its share is returned.
-        """
-        height, width = self.source.shape[1:]
-        outside = torch.ones(height, width, dtype=torch.bool)
-        x, y = torch.arange(width)[None] + 0.5, torch.arange(height)[:, None] + 0.5
-        for thing in changed:
-            side = thing.radius + _MARGIN
-            outside &= ((x - thing.x).abs() > side) | ((y - thing.y).abs() > side)
-        shown = _distance(self.source, torch.tensor(BACKGROUND)[:, None, None] / 255) > _SAME
-        same = _distance(self.source, self.picture) <= _SAME
-        parts = [same[outside & part] for part in (shown, ~shown)]
-        return fmean(float(part.float().mean()) for part in parts if len(part))
+    It is the mean of the shares over object pixels and over background pixels. If only background
+    is left outside, its share is returned.
+    """
+    height, width = source.shape[1:]
+    outside = torch.ones(height, width, dtype=torch.bool)
+    x, y = torch.arange(width)[None] + 0.5, torch.arange(height)[:, None] + 0.5
+    for thing in changed:
+        side = thing.radius + _MARGIN
+        outside &= ((x - thing.x).abs() > side) | ((y - thing.y).abs() > side)
+    shown = _distance(source, torch.tensor(BACKGROUND)[:, None, None] / 255) > _SAME
+    same = _distance(source, picture) <= _SAME
+    parts = [same[outside & part] for part in (shown, ~shown)]
+    return fmean(float(part.float().mean()) for part in parts if len(part))
 
 
 def _distance(a: Float[Tensor, "3 H W"], b: Tensor) -> Float[Tensor, "H W"]:
@@ -220,9 +215,9 @@ def _distance(a: Float[Tensor, "3 H W"], b: Tensor) -> Float[Tensor, "H W"]:
 
 
 def _compare(
-    change: EditChange, seen: list[ShapeObject], pixels: _Pixels
-) -> tuple[float, float, float, bool]:
-    """Return the scores of edit, kept objects and pixels, and whether the edit is complete."""
+    change: EditChange, seen: Sequence[ShapeObject]
+) -> tuple[float, float, bool, list[ShapeObject]]:
+    """Return the scores of edit and kept objects, whether all is right, and what may differ."""
     others = list(seen)
     kept = 0
     for thing in change.kept:
@@ -234,7 +229,7 @@ def _compare(
     changed = [thing for thing in (change.old, *_find_new(change, others)) if thing]
     share = kept / len(change.kept) if change.kept else 1.0
     complete = edit == share == 1 and len(seen) == len(change.target)
-    return edit, share, pixels.same(changed), complete
+    return edit, share, complete, changed
 
 
 def _score_edit(change: EditChange, others: Sequence[ShapeObject]) -> float:
@@ -262,10 +257,10 @@ def _score_likeness(change: EditChange, one: ShapeObject) -> float:
     new = change.new
     if new is None or one.colour != new.colour:
         return 0.0
-    elsewhere = 0.5 if change.relation else 0.0
-    return (1.0 if one.shape == new.shape else 0.5) * (
-        1.0 if _is_placed(change, one) else elsewhere
-    )
+    likeness = 1.0 if one.shape == new.shape else 0.5
+    if not _is_placed(change, one):
+        likeness *= 0.5 if change.relation else 0.0
+    return likeness
 
 
 def _is_placed(change: EditChange, one: ShapeObject) -> bool:

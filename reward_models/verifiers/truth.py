@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -58,23 +57,24 @@ class ShapesDetector(Detector):
 
 ELSEWHERE = 0.5
 """Value of places without an object or letter."""
+Places = tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]
+"""Boxes in an image (left, top, right, bottom), and 1 for each right one, else 0."""
+
+
+def _declare(name: str) -> RewardSpec:
+    return RewardSpec(
+        name=f"{name}_map",
+        dims=(f"{name}_right",),
+        modality="image",
+        scale=(0.0, 1.0),
+        licence="Apache-2.0",
+        needs=("prompt",),
+        maps=True,
+    )
 
 
 class _TruthMap(ScreenedReward):
     """Map of right and wrong places, and the share of right ones among objects or letters."""
-
-    name: ClassVar[str]
-
-    def __init__(self) -> None:
-        self.spec = RewardSpec(
-            name=f"{self.name}_map",
-            dims=(f"{self.name}_right",),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="Apache-2.0",
-            needs=("prompt",),
-            maps=True,
-        )
 
     def rate(self, batch: MediaBatch) -> BatchScores:
         """Score and map every image."""
@@ -85,20 +85,16 @@ class _TruthMap(ScreenedReward):
         return BatchScores(torch.stack(right)[:, None], places=torch.stack(places))
 
     @abstractmethod
-    def find(
-        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
-    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
-        """Return the boxes of each image (left, top, right, bottom), and 1 for each right one."""
+    def find(self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]) -> list[Places]:
+        """Return the boxes of each image, and which are right."""
 
 
 class ShapesMap(_TruthMap):
     """Objects of Shapes: right if requested, well-formed and not in a wrong relation."""
 
-    name = "shapes"
+    spec = _declare("shapes")
 
-    def find(
-        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
-    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
+    def find(self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]) -> list[Places]:
         """Return the boxes of the objects, largest first; the first of each kind are right."""
         objects, found = shapes.find_objects(images), []
         for i, prompt in enumerate(prompts):
@@ -119,11 +115,9 @@ class ShapesMap(_TruthMap):
 class WordsMap(_TruthMap):
     """Letters of Words: right if they are in the longest common parts with the requested word."""
 
-    name = "words"
+    spec = _declare("words")
 
-    def find(
-        self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]
-    ) -> list[tuple[Float[Tensor, "m 4"], Float[Tensor, "m"]]]:
+    def find(self, images: Float[Tensor, "n 3 H W"], prompts: Sequence[str]) -> list[Places]:
         """Return the boxes of the letters from left to right, with the full height."""
         _, _, coverage = words.find_colours(images)
         fonts = [words.find_letters(coverage, font) for font in words.FONTS]

@@ -56,8 +56,7 @@ class Label:
 
 def parse_prompt(prompt: str) -> Label:
     """Return the label that a prompt requests; raise ValueError for a prompt of another form."""
-    match = _PROMPT.fullmatch(prompt)
-    if match is not None:
+    if match := _PROMPT.fullmatch(prompt):
         label = Label(*match.groups())
         if label.ink in INKS and label.paper in PAPERS and label.font in FONTS:
             return label
@@ -128,12 +127,6 @@ def find_colours(
             ink[better], paper[better] = i, p
             coverage = torch.where(better[:, None, None], share, coverage)
     return ink, paper, coverage
-
-
-def read_words(coverage: Float[Tensor, "n h w"], font: str) -> tuple[list[str], Float[Tensor, "n"]]:
-    """Return the most likely word in a font, and how much of the squared error it explains."""
-    found, total = find_letters(coverage, font)
-    return ["".join(letter for letter, _, _ in word) for word in found], total
 
 
 def find_letters(
@@ -217,14 +210,12 @@ class WordsVerifier(ScreenedReward):
 def read_labels(images: Float[Tensor, "n 3 32 64"]) -> list[Label]:
     """Return word, colours and font of every image; without a word, ink and font are empty."""
     ink, paper, coverage = find_colours(images)
-    words, totals = zip(*(read_words(coverage, font) for font in FONTS), strict=True)
-    chosen = torch.stack(totals).argmax(0).tolist()
+    letters, totals = zip(*(find_letters(coverage, font) for font in FONTS), strict=True)
     labels = []
-    for i, font in enumerate(chosen):
-        background = list(PAPERS)[int(paper[i])]
-        word = words[font][i]
-        shown = (list(INKS)[int(ink[i])], background, list(FONTS)[font])
-        labels.append(Label(word, *(shown if word else ("", background, ""))))
+    for i, font in enumerate(torch.stack(totals).argmax(0).tolist()):
+        word = "".join(letter for letter, _, _ in letters[font][i])
+        shown = list(INKS)[ink[i]] if word else "", list(FONTS)[font] if word else ""
+        labels.append(Label(word, shown[0], list(PAPERS)[paper[i]], shown[1]))
     return labels
 
 

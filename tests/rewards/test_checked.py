@@ -191,7 +191,7 @@ def test_waits_are_announced_to_the_log_that_the_rewards_have():
     rewards = Rewards([model], {"warm": 1.0}, log=lambda text: heard.set())
     rewards.score(batch_of(1))
     heard.clear()
-    rewards.workers[id(model)].model.patience.seconds = 0.01
+    rewards.workers[id(model)].patience.seconds = 0.01
     assert rewards.score(batch_of()).valid.all()
     assert heard.is_set()
 

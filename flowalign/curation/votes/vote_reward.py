@@ -16,12 +16,13 @@ from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.media.media import Media
 from flowalign.data.media.pixels import EXACT, UNKNOWN_RATE, to_bytes
 from flowalign.functional.pairing import beaten_share
+from flowalign.rewards.batching import Queue
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 
 NAME = "votes"
 
 
-class VoteReward:
+class VoteReward(Queue):
     """Reward that writes samples to a folder, adds questions about them, and waits for the votes.
 
     Each request waits in a separate thread, so that annotators see the questions of all of them.
@@ -31,7 +32,7 @@ class VoteReward:
     resumed run makes again get the earlier votes.
     """
 
-    state, failure, late = "ready", "", "not enough votes"
+    late = "not enough votes"
 
     def __init__(self, poll: Poll, folder: Path, most: int):
         self.poll, self.folder, self.most = poll, folder, most
