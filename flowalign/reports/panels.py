@@ -13,10 +13,10 @@ from flowalign.reports.records import Lines, Series
 from flowalign.utils.strict_yaml import read_yaml
 
 
-def draw_lines(lines: Lines) -> list[Line]:
+def draw_lines(lines: Lines, colours: Sequence[str] = PALETTE) -> list[Line]:
     """Return one line for each series."""
     return [
-        Line(label, *to_arrays(line), colour=PALETTE[i % len(PALETTE)])
+        Line(label, *to_arrays(line), colour=colours[i % len(colours)])
         for i, (label, line) in enumerate(lines.items())
     ]
 
@@ -44,11 +44,9 @@ def draw_band(lines: Lines) -> list[Line]:
 
 def draw_ordered(lines: Lines) -> list[Line]:
     """Return lines for ordered series, in colours from violet to yellow."""
-    hues = np.linspace(280, 50, len(lines))
-    return [
-        Line(label, *to_arrays(line), colour=f"hsl({hue:.0f} 65% 48%)")
-        for (label, line), hue in zip(lines.items(), hues, strict=True)
-    ]
+    return draw_lines(
+        lines, [f"hsl({hue:.0f} 65% 48%)" for hue in np.linspace(280, 50, len(lines))]
+    )
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,8 @@ def gather_preferences(
 
 def _labels(record: Record, dim: str, kind: LabelKind) -> Sequence[float]:
     """Return ranks, votes or ratings of a dimension; empty if there is nothing to compare."""
-    found = _tables(record)[kind].get(dim, ())
+    found = getattr(record, kind).get(dim, ())
     return found if kind == "ratings" or len(found) > 1 else ()
-
-
-def _tables(record: Record) -> dict[LabelKind, Mapping[str, Sequence[float]]]:
-    return {"ranks": record.ranks, "votes": record.votes, "ratings": record.ratings}
 
 
 def _check(
@@ -125,7 +121,7 @@ def _check(
     given = labels.isfinite().flatten(0, 1).any(0)
     for (dim, kind), some in zip(kinds.items(), given.tolist(), strict=True):
         if not some:
-            named = sorted({name for record in records for name in _tables(record)[kind]})
+            named = sorted({name for record in records for name in getattr(record, kind)})
             raise ValueError(
                 f"no record has {kind} of {dim!r}; the data have {kind} of {named or 'nothing'}"
             )

@@ -63,39 +63,28 @@ def chart(comparison: Comparison, axis: Axis) -> Chart:
 
     The vertical line is the budget that all runs reached.
     """
-    lines = []
+    lines, y_label = [], f"held-out {comparison.metric}"
     for i, row in enumerate(comparison.rows):
-        band, (colour, dashes) = row.bands[axis], look(i)
-        several = len(row.method.runs) > 1
+        band, several = row.bands[axis], len(row.method.runs) > 1
+        # Neighbours differ in colour and dashes, 36 methods in one of them.
+        colour, place = COLOURS[i % len(COLOURS)], (i + i // len(COLOURS)) % len(DASHES)
         lines.append(
             Line(
                 row.method.name,
                 band.cost,
                 band.mean,
-                colour=_page_colour(colour),
+                INK if colour == COLOURS[0] else colour,  # black is invisible on a dark page
                 low=band.low if several else (),
                 high=band.high if several else (),
-                dash=[2 * length for length in dashes],
+                dash=[2 * length for length in DASHES[place]],
                 width=2.2 if i == 0 else 1.7,
             )
         )
     if axis == DISTANCE:
-        name = words(comparison.distance)
-        return Chart("Equal distance", f"{name} to base", f"held-out {comparison.metric}", lines)
-    budget = comparison.budgets[axis]
-    return Chart(
-        f"Equal {words(axis)}",
-        words(axis),
-        f"held-out {comparison.metric}",
-        lines,
-        x_range=(0.0, _CUT * budget) if is_cut(comparison, axis) else None,
-        x_marks=[budget],
-    )
-
-
-def _page_colour(colour: str) -> str:
-    """Return the page's text colour for black, since black is invisible on a dark page."""
-    return INK if colour == COLOURS[0] else colour
+        return Chart("Equal distance", f"{words(comparison.distance)} to base", y_label, lines)
+    name, budget = words(axis), comparison.budgets[axis]
+    ends = (0.0, _CUT * budget) if is_cut(comparison, axis) else None
+    return Chart(f"Equal {name}", name, y_label, lines, x_range=ends, x_marks=[budget])
 
 
 def picture(comparison: Comparison) -> bytes:
@@ -150,20 +139,6 @@ def draw(axes: Any, chart: Chart) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-
-
-def look(i: int) -> tuple[str, tuple[float, ...]]:
-    """Return colour and dashes of the i-th method; neighbours differ in both, 36 methods in one."""
-    return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
-
-
-def swatch(i: int) -> dict[str, str]:
-    """Return the line of the i-th method as attributes of an SVG line 2.5 units wide."""
-    colour, dashes = look(i)
-    return {
-        "stroke": _page_colour(colour),
-        "dashes": " ".join(f"{2.5 * length:g}" for length in dashes),
-    }
 
 
 def is_cut(comparison: Comparison, axis: Axis) -> bool:

@@ -25,7 +25,6 @@ from flowalign.studies.comparison_chart import (
     list_charts,
     picture,
     spent_by_all,
-    swatch,
     words,
 )
 from flowalign.utils.files import atomic_write, write_json, write_text
@@ -102,7 +101,6 @@ def page(
         benchmarks=benchmark or {},
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
         charts=list_charts(comparison),
-        looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
         reached=reached,
         credit_views=credit_views(out, comparison),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -84,7 +84,7 @@ def compute_lines(card: Card, tables: Sequence[Table]) -> list[ResultLine]:
         names = tables[0].groups[metric.group]
         part = Metric(name=metric.name, dims=metric.dims, join=metric.join, scale=metric.scale)
         if metric.over == "rounded_groups":
-            part = Metric(**{**vars(metric), "groups": {}})
+            part = replace(metric, groups={})
         for group in metric.groups or dict.fromkeys(names):
             keep = torch.tensor([i for i, name in enumerate(names) if name == group]).long()
             some = [table.rows(keep) for table in tables]
@@ -152,13 +152,9 @@ def aggregate(
     if metric.over == "rounded_groups":
         means = round_cents(means)
     kinds = [metric.groups.get(name) if metric.groups else Group() for name in names]
-    keep = torch.tensor([i for i, kind in enumerate(kinds) if kind])
-    known = [kind for kind in kinds if kind]
-    weights = torch.tensor([kind.weight for kind in known], dtype=torch.float64)
-    low, high = (
-        torch.tensor([getattr(kind, end) for kind in known], dtype=torch.float64)
-        for end in ("low", "high")
-    )
+    keep = [i for i, kind in enumerate(kinds) if kind]
+    values = [(kind.weight, kind.low, kind.high) for kind in kinds if kind]
+    weights, low, high = torch.tensor(values, dtype=torch.float64).unbind(1)
     return metric.scale * min_max(means[:, keep], low, high) @ weights / weights.sum()
 
 
