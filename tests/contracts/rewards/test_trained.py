@@ -45,31 +45,12 @@ def clip(tmp_path_factory):
     core.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", len(vocab) - 1)]
     )
-    special = {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    }
+    special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
-    config = {
-        "embed_dim": 12,
-        "vision_cfg": {
-            "image_size": 32,
-            "patch_size": 8,
-            "width": 16,
-            "layers": 2,
-            "head_width": 8,
-        },
-        "text_cfg": {
-            "context_length": 12,
-            "vocab_size": len(vocab),
-            "width": 16,
-            "heads": 2,
-            "layers": 1,
-            "hf_tokenizer_name": "local",
-        },
-    }
+    vision = {"image_size": 32, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8}
+    text = {"context_length": 12, "vocab_size": len(vocab), "width": 16, "heads": 2, "layers": 1}
+    text["hf_tokenizer_name"] = "local"
+    config = {"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = open_clip.CLIP(**config)
@@ -107,22 +88,23 @@ def preferences(folder, prompts=24, noise=False):
     return file
 
 
+def pooled(clip, **settings):
+    """The settings of a backbone."""
+    encoder = {"class_path": "reward_models.OpenClip", "init_args": {"path": str(clip)}}
+    return {
+        "class_path": "reward_models.PooledFrames",
+        "init_args": {"encoder": encoder} | settings,
+    }
+
+
 def run_file(folder, clip, data, **changes):
     content = {
         "name": "shapes_preference",
         "licence": "Apache-2.0",
-        "backbone": {
-            "class_path": "reward_models.PooledFrames",
-            "init_args": {
-                "encoder": {
-                    "class_path": "reward_models.OpenClip",
-                    "init_args": {"path": str(clip)},
-                }
-            },
-        },
+        "backbone": pooled(clip),
         "head": {"class_path": "reward_models.MLP", "init_args": {"hidden": [8]}},
         "dimensions": {
-            dim: {"loss": {"class_path": "flowalign.reward_training.losses.BradleyTerryTies"}}
+            dim: {"loss": {"class_path": f"{LOSSES}.BradleyTerryTies"}}
             for dim in ("colour", "shape")
         },
         "data": [{"path": str(data)}],
@@ -171,7 +153,7 @@ def test_the_reward_read_back_gives_exactly_the_trainers_scores(trained):
     assert scores.valid.all()
     assert reward.spec.dims == ("colour", "shape")
     features = run.backbone.embed(MediaBatch(frames, ["a red circle"] * 4))
-    again, config_again = TrainedReward(str(folder / "run" / "model"), device="cpu"), config
+    again = TrainedReward(str(folder / "run" / "model"), device="cpu")
     values = again.score(MediaBatch(frames, ["a red circle"] * 4)).values
     assert torch.equal(
         values * again.rater.std + again.rater.mean, values * reward.rater.std + reward.rater.mean
@@ -179,7 +161,7 @@ def test_the_reward_read_back_gives_exactly_the_trainers_scores(trained):
     raw, _ = reward.rater.in_units(reward.rater(features), z_score=False)
     assert torch.equal(scores.values, raw)
     torch.testing.assert_close(scores.values, values * again.rater.std + again.rater.mean)
-    assert config_again["dims"] == ["colour", "shape"]
+    assert config["dims"] == ["colour", "shape"]
 
 
 def read(medium):
@@ -232,16 +214,10 @@ def test_the_card_and_config_say_what_a_user_must_know(trained):
         config["data"]["fingerprint"],
     ):
         assert part in card, part
-    assert json.loads((model / "config.json").read_text())["figures"].keys() == {
-        "train",
-        "held_out",
-        "test",
-    }
-    assert sorted(p.name for p in model.iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
+    figures = json.loads((model / "config.json").read_text())["figures"]
+    assert figures.keys() == {"train", "held_out", "test"}
+    files = {"README.md", "config.json", "model.safetensors"}
+    assert {p.name for p in model.iterdir()} == files
 
 
 def damaged(trained, tmp_path):
@@ -371,16 +347,7 @@ def test_a_training_that_ended_in_its_first_epoch_is_repeated(tmp_path, clip, tr
 
 
 def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
-    backbone = {
-        "class_path": "reward_models.PooledFrames",
-        "init_args": {
-            "encoder": {
-                "class_path": "reward_models.OpenClip",
-                "init_args": {"path": str(clip)},
-            },
-            "lora": {"rank": 2, "targets": ["c_fc", "c_proj"]},
-        },
-    }
+    backbone = pooled(clip, lora={"rank": 2, "targets": ["c_fc", "c_proj"]})
     file = run_file(tmp_path, clip, trained[0] / "pairs.jsonl", backbone=backbone)
     run, config = load_run(str(file), ["--schedule.epochs", "2", "--optimizer.learning_rate=0.01"])
     train(run, config, quiet)
@@ -403,10 +370,7 @@ def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
 def test_the_reward_says_how_unsure_it_is_where_a_loss_taught_it(tmp_path, clip, trained):
     losses = {"colour": "Thurstone", "shape": "BradleyTerry"}
     head = {"class_path": "reward_models.Linear", "init_args": {"uncertainty": True}}
-    dimensions = {
-        dim: {"loss": {"class_path": f"flowalign.reward_training.losses.{name}"}}
-        for dim, name in losses.items()
-    }
+    dimensions = {d: {"loss": {"class_path": f"{LOSSES}.{n}"}} for d, n in losses.items()}
     file = run_file(tmp_path, clip, trained[0] / "pairs.jsonl", head=head, dimensions=dimensions)
     train(*load_run(str(file)), quiet)
     z, calibrated = (
