@@ -4,37 +4,16 @@ import math
 from functools import cache
 
 import pytest
-import torch
 
 from flowalign.rewards.config import build_reward_models
 from flowalign.studies.benchmark.card import list_cards, load_card
-from flowalign.studies.benchmark.statistics import Table, aggregate, compute_lines
 from flowalign.utils.strict_yaml import read_mapping
-from tests.fixtures.recorded_benchmarks import GENEVAL, GENEVAL_TAGS, IMGEDIT, UNIGENBENCH
+from tests.fixtures.recorded_benchmarks import GENEVAL, GENEVAL_TAGS, IMGEDIT, UNIGENBENCH, numbers
 
 CARDS = list_cards()
 SCORED = [name for name, file in CARDS.items() if read_mapping(str(file)).get("rewards")]
 card_of = cache(load_card)
 TOYS = {"shapes", "shapes_edit", "shapes_video", "words"}
-
-
-def numbers(name: str, scores: dict, groups: dict | None = None) -> dict[tuple[str, str], float]:
-    """The numbers of a card by metric and group; every item has its own prompt."""
-    scores = {dim: torch.tensor(values).double() for dim, values in scores.items()}
-    count = len(next(iter(scores.values())))
-    table = Table(scores, groups or {}, torch.arange(count))
-    card = card_of(name)
-    metrics = {metric.name: metric for metric in card.metrics}
-    one = torch.ones(1, count).double()
-    found = {
-        (metric.name, ""): float(aggregate(metric, metrics, table, one)[0])
-        for metric in card.metrics
-        if metric.overall
-    }
-    if any(not metric.overall for metric in card.metrics):
-        lines = compute_lines(card, [table])
-        found |= {(line.metric, line.group): line.scores[0].value for line in lines if line.group}
-    return found
 
 
 @pytest.fixture(autouse=True)

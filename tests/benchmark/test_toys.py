@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flowalign.cli.main import main
+from tests.fixtures.commands import exit_code
 
 TOYS = {
     "shapes": "configs/shapes.yaml",
@@ -13,29 +13,13 @@ TOYS = {
     "words": "configs/words_flow_grpo.yaml",
 }
 
-FEW = "--limit", "3", "--count", "1"
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_a_toy_benchmark_gives_a_table_and_a_page(name, tmp_path, monkeypatch):
     monkeypatch.setattr("flowalign.studies.benchmark.statistics.REPEATS", 50)
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "eval",
-                TOYS[name],
-                "--benchmark",
-                name,
-                "--limit",
-                "3",
-                "--count",
-                "1",
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
-    assert not ended.value.code
+    words = f"--benchmark {name} --limit 3 --count 1 --out {tmp_path / 'out'}"
+    assert exit_code("eval", TOYS[name], *words.split()) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["images"] == 3
     assert [one["setting"] for one in results["deviations"]] == ["images per row", "rows"]

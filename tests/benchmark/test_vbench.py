@@ -4,14 +4,12 @@ import json
 import math
 
 import pytest
-import torch
 
 from flowalign.studies.benchmark.card import load_card
 from flowalign.studies.benchmark.external import link_clips, read_results
 from flowalign.studies.benchmark.items import ModelFolder, Place
-from flowalign.studies.benchmark.statistics import Table, aggregate
 from flowalign.types import Request
-from tests.fixtures.recorded_benchmarks import VBENCH
+from tests.fixtures.recorded_benchmarks import VBENCH, numbers
 
 DIMENSIONS = [name.replace(" ", "_") for name in VBENCH]
 REQUESTS = [Request(f"a clip of {name}", metadata={"dimension": [name]}) for name in DIMENSIONS]
@@ -37,17 +35,18 @@ def read(folder, changed, card="vbench"):
     return read_results([path], load_card(card), ["base"], PLACES, REQUESTS)[0]
 
 
-def numbers(items, name="vbench"):
-    metrics = {metric.name: metric for metric in load_card(name).metrics}
-    scores = torch.tensor([item.scores["score"] for item in items]).double()
+def totals(items):
+    """The numbers of the card."""
     names = [item.groups["dimension"] for item in items]
-    table = Table({"score": scores}, {"dimension": names}, torch.tensor([i.row for i in items]))
-    one = torch.ones(1, len(items)).double()
-    return {key: float(aggregate(m, metrics, table, one)[0]) for key, m in metrics.items()}
+    scores = {"score": [item.scores["score"] for item in items]}
+    return {
+        metric: value
+        for (metric, _), value in numbers("vbench", scores, {"dimension": names}).items()
+    }
 
 
 def test_the_numbers_are_those_of_the_official_script(tmp_path):
-    found = numbers(read(tmp_path, results()))
+    found = totals(read(tmp_path, results()))
     assert found["quality"] == pytest.approx(61.77571107035266)
     assert found["semantic"] == pytest.approx(32.27658678189042, abs=1e-4)
     assert found["total"] == pytest.approx(55.87588657266022)
@@ -60,7 +59,7 @@ def test_clips_without_the_coloured_object_are_left_out_as_in_the_official_scrip
     items = read(tmp_path, changed)
     (left_out,) = [item for item in items if math.isnan(item.scores["score"])]
     assert left_out.groups == {"dimension": "color"}
-    assert numbers(items)["semantic"] == pytest.approx(32.27658678189042 - 5 / 9, abs=1e-4)
+    assert totals(items)["semantic"] == pytest.approx(32.27658678189042 - 5 / 9, abs=1e-4)
 
 
 def change(name, value=None, clip=None):

@@ -83,25 +83,18 @@ def preferences(labels, seed=0):
     return Preferences(samples, torch.arange(records * m).view(records, m), table, part)
 
 
-def trainer(features, labels, dimensions, head=None, prompt=None, **settings):
-    given = {"epochs": 12, "batch_size": 240, "patience": 50, "rate": 0.1, "seed": 0, "ridge": None}
-    given |= settings
+def trainer(features, labels, dimensions, head=None, prompt=None, rate=0.1, seed=0, **schedule):
     prompt = torch.zeros(len(features), 0) if prompt is None else prompt
-    schedule = Schedule(
-        epochs=given["epochs"],
-        batch_size=given["batch_size"],
-        patience=given["patience"],
-        ridge=given["ridge"],
-    )
+    schedule = {"epochs": 12, "batch_size": 240, "patience": 50} | schedule
     return RewardTrainer(
         BACKBONE,
         head or Linear(),
         dimensions,
         preferences(labels),
         Features(features, prompt),
-        Optimizer(learning_rate=given["rate"], decay="linear"),
-        schedule,
-        given["seed"],
+        Optimizer(learning_rate=rate, decay="linear"),
+        Schedule(**schedule),
+        seed,
     )
 
 
@@ -138,10 +131,8 @@ def test_bradley_terry_reaches_the_ceiling_of_noisy_pairs_and_its_scale():
     assert 0.7 < ceiling < 0.9
     assert accuracy(some, labels, "ranks")["accuracy"] > ceiling - 0.02
     score = some.scores(some.preferences.rows("test")).score[..., 0]
-    lead, planted = (
-        score[:, 0] - score[:, 1],
-        (true[:, 0] - true[:, 1])[some.preferences.rows("test")],
-    )
+    lead = score[:, 0] - score[:, 1]
+    planted = (true[:, 0] - true[:, 1])[some.preferences.rows("test")]
     assert float((lead @ planted) / (planted @ planted)) == pytest.approx(1.0, abs=0.15)
 
 
@@ -414,23 +405,15 @@ def test_a_state_of_other_data_or_another_head_is_refused(tmp_path):
 def test_training_stops_when_the_held_out_loss_no_longer_falls_and_keeps_the_best():
     x, true = world(records=60)
     labels = pair_ranks(drawn((true[:, 0] - true[:, 1]).sigmoid()))
-    some = trainer(
-        x,
-        labels,
-        {"quality": Dimension(loss=BradleyTerry())},
-        MLP([64]),
-        epochs=60,
-        batch_size=8,
-        patience=3,
-    )
+    dimension = {"quality": Dimension(loss=BradleyTerry())}
+    some = trainer(x, labels, dimension, MLP([64]), epochs=60, batch_size=8, patience=3)
     held = [m["held_out/loss"] for m in some.epochs()]
     best = min(range(len(held)), key=held.__getitem__)
     assert len(held) == best + 1 + 3 < 60
     some.use_best()
     rows = some.preferences.rows("held_out")
-    assert float(
-        weigh_losses(some.dimensions, some._losses(some.scores(rows), rows))
-    ) == pytest.approx(held[best])
+    loss = weigh_losses(some.dimensions, some._losses(some.scores(rows), rows))
+    assert float(loss) == pytest.approx(held[best])
 
 
 def test_gradients_that_are_not_finite_end_the_training_with_advice():
@@ -451,18 +434,17 @@ def test_uncertainty_is_wanted_by_the_loss_exactly_if_the_head_gives_it():
 
 
 def test_nonsense_is_refused_where_it_is_said():
-    with pytest.raises(ValueError, match="Regression reads ratings, not ranks"):
-        Dimension(loss=Regression())
-    with pytest.raises(ValueError, match="BradleyTerryTies reads ranks or ratings, not votes"):
-        Dimension(loss=BradleyTerryTies(), labels="votes")
-    with pytest.raises(ValueError, match=r"dimension\.weight is 0"):
-        Dimension(loss=BradleyTerry(), weight=0.0)
-    with pytest.raises(ValueError, match=r"schedule\.epochs is 0"):
-        Schedule(epochs=0)
-    with pytest.raises(ValueError, match="at least two, in increasing order"):
-        Ordinal([2, 1])
-    with pytest.raises(ValueError, match="numbers above 0"):
-        Ridge(penalties=[0.0])
+    ties = BradleyTerryTies()
+    for what, settings, message in (
+        (Dimension, {"loss": Regression()}, "Regression reads ratings, not ranks"),
+        (Dimension, {"loss": ties, "labels": "votes"}, "Ties reads ranks or ratings, not votes"),
+        (Dimension, {"loss": ties, "weight": 0.0}, r"dimension\.weight is 0"),
+        (Schedule, {"epochs": 0}, r"schedule\.epochs is 0"),
+        (Ordinal, {"levels": [2, 1]}, "at least two, in increasing order"),
+        (Ridge, {"penalties": [0.0]}, "numbers above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            what(**settings)
 
 
 # Heads --------------------------------------------------------------------------------------------
@@ -512,9 +494,8 @@ def test_gates_learn_which_aspect_decides_for_which_prompt(first_stage):
     found = measure_agreement(score, labels[rows][..., 2], "ranks")["accuracy"]
     plain = trainer(x, labels, dimensions, Linear(), prompt, epochs=15)
     list(checked(1, plain.epochs()))
-    without = measure_agreement(plain.scores(rows).score[..., 2], labels[rows][..., 2], "ranks")[
-        "accuracy"
-    ]
+    score = plain.scores(rows).score[..., 2]
+    without = measure_agreement(score, labels[rows][..., 2], "ranks")["accuracy"]
     assert found > 0.93 > 0.85 > without
     first = some.preferences.candidate[rows][:, 0]
     (gate,) = some.rater.head.weights(some.rater.prompt(prompt[first]))
@@ -549,14 +530,11 @@ def test_heads_refuse_what_they_cannot_be_built_for():
     late = PromptGated({"overall": ["a", "part"], "part": ["a", "b"]})
     with pytest.raises(ValueError, match="which come after it"):
         late.build(4, 2, ["a", "b", "part", "overall"])
-    for wrong, why in (
-        (lambda: PromptGated({"overall": ["a"]}), "at least two dimensions"),
-        (
-            lambda: PromptGated({"o": ["a", "b"]}, temperature=0.0),
-            "temperature of PromptGated is 0",
-        ),
-        (lambda: MLP([]), "hidden"),
-        (lambda: MLP([4], dropout=1.0), "dropout"),
+    for wrong, given, settings, why in (
+        (PromptGated, {"overall": ["a"]}, {}, "at least two dimensions"),
+        (PromptGated, {"o": ["a", "b"]}, {"temperature": 0.0}, "temperature of PromptGated is 0"),
+        (MLP, [], {}, "hidden"),
+        (MLP, [4], {"dropout": 1.0}, "dropout"),
     ):
         with pytest.raises(ValueError, match=why):
-            wrong()
+            wrong(given, **settings)
