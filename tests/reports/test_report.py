@@ -122,10 +122,10 @@ def test_a_card_shows_its_prompt_with_the_first_and_the_last_picture(folder):
     page = page_of(folder)
     cards = re.findall(r'<div class="card">(.*?)<p>(.*?)</p>', page, re.DOTALL)
     assert [prompt for _, prompt in cards] == PROMPTS
-    for i, skill, seed in ((0, 0.2, 0), (1, 1.0, 40)):
+    for i, seed in enumerate((0, 40)):
         shown = re.findall(r"base64,([^\"]*)", cards[5][0])[i]
         picture = Image.open(io.BytesIO(base64.b64decode(shown)))
-        expected = cut_grid(grid(skill, seed), len(PROMPTS), 4)[5]
+        expected = cut_grid(grid(seed), len(PROMPTS), 4)[5]
         assert np.array_equal(np.asarray(picture), np.asarray(expected))
     assert re.findall(r">step (\d+)</div>", cards[5][0]) == ["0", "40"]
     assert 'class="cards pixelated"' in page
@@ -135,7 +135,7 @@ def test_the_first_prompts_are_shown_over_training(folder):
     strips = find_strips(folder / "samples")
     assert [strip.prompt for strip in strips] == PROMPTS[:4]
     assert [step for step, _ in strips[3].pictures] == [0, 20, 40]
-    expected = cut_grid(grid(0.6, 20), len(PROMPTS), 4)[3]
+    expected = cut_grid(grid(20), len(PROMPTS), 4)[3]
     picture = opened(strips[3].pictures[1][1])
     assert np.array_equal(np.asarray(picture), np.asarray(expected))
     moving = opened(strips[3].animation)
@@ -151,16 +151,16 @@ def opened(address):
 
 def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
     for step in (0, 20, 40):
-        grid(1.0, step, side=512).save(folder / "samples" / f"step-{step:06}.png")
+        grid(step, side=512).save(folder / "samples" / f"step-{step:06}.png")
     page = page_of(folder)
     shown = re.findall(r"image/jpeg;base64,([^\"]*)", page)
     assert Image.open(io.BytesIO(base64.b64decode(shown[0]))).size == (320, 320)
     assert 'class="cards"' in page
 
 
-def clips(skill, seed):
+def clips(seed):
     """Nine frames of 32 x 32 of each prompt, in which its image moves to the right."""
-    pictures = cut_grid(grid(skill, seed), len(PROMPTS), 4)
+    pictures = cut_grid(grid(seed), len(PROMPTS), 4)
     frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
     still = frames.permute(0, 3, 1, 2) / 255
     return torch.stack([still.roll(2 * i, -1) for i in range(9)], 1)
@@ -171,10 +171,8 @@ def moving(tmp_path):
     """The run of a video model."""
     folder = fake_run(tmp_path / "video")
     shutil.rmtree(folder / "samples")
-    for step, skill in ((0, 0.2), (40, 1.0)):
-        save_grid(
-            folder, step, EvaluationResult({}, clips(skill, step), plain_requests(PROMPTS), 8.0)
-        )
+    for step in (0, 40):
+        save_grid(folder, step, EvaluationResult({}, clips(step), plain_requests(PROMPTS), 8.0))
     return folder
 
 
@@ -187,8 +185,8 @@ def test_a_card_of_a_video_model_moves_and_shows_a_strip_of_both_steps(moving):
     cards = re.findall(r'<div class="card">(.*?)<p>(.*?)</p>', page, re.DOTALL)
     assert [prompt for _, prompt in cards] == PROMPTS
     assert re.findall(r">step (\d+)<", cards[3][0]) == ["0", "40"] * 2
-    for i, (skill, step) in enumerate(((0.2, 0), (1.0, 40))):
-        clip = (clips(skill, step)[3] * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    for i, step in enumerate((0, 40)):
+        clip = (clips(step)[3] * 255).round().byte().permute(0, 2, 3, 1).numpy()
         loop = decoded(re.findall(r"image/webp;base64,([^\"]*)", cards[3][0])[i])
         frames = [np.asarray(f.convert("RGB")) for f in ImageSequence.all_frames(loop)]
         assert np.array_equal(np.stack(frames), clip)
