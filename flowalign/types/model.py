@@ -147,19 +147,15 @@ class Setup:
 
     def changes(self) -> list[str]:
         """Return the settings that differ from the defaults, as texts for messages."""
-        sharding = self.sharding
-        changed = {
-            f"quantization is {self.quantization}": self.quantization != Quantization(),
-            f"speed is {self.speed}": self.speed != Speed(),
-            f"sharding.weights is {sharding.weights}": sharding.weights != "replicated",
-            f"sharding.context_degree is {sharding.context_degree}": sharding.context_degree > 1,
-            f"offload is {self.offload}": self.offload != "none",
-            f"prompt_cache is {self.prompt_cache}": self.prompt_cache is not None,
-            f"text_micro_batch is {self.text_micro_batch}": self.text_micro_batch is not None,
-            f"decode_micro_batch is {self.decode_micro_batch}": self.decode_micro_batch is not None,
-            f"vae_tile is {self.vae_tile}": self.vae_tile is not None,
-        }
-        return [setting for setting, is_changed in changed.items() if is_changed]
+
+        def name_settings(setup: Setup) -> dict[str, object]:
+            sharding = {f"sharding.{name}": value for name, value in vars(setup.sharding).items()}
+            own = {name: value for name, value in vars(setup).items() if name != "sharding"}
+            return sharding | own
+
+        defaults = name_settings(Setup())
+        own = name_settings(self)
+        return [f"{name} is {value}" for name, value in own.items() if value != defaults[name]]
 
 
 @dataclass(frozen=True)

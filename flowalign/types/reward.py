@@ -117,7 +117,11 @@ class RewardSpec:
         if "prompt" in self.needs:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
         if "references" in self.needs:
-            failed |= _without_source(batch)
+            for i, images in enumerate(batch.references):
+                if not images:
+                    failed[i] = "its source image is missing"
+                elif not all(image.isfinite().all() for image in images):
+                    failed[i] = "the pixels of its source image are not finite"
         if "sound" in self.needs:
             failed |= {i: "it has no sound" for i, one in enumerate(batch.sound) if one is None}
         known = batch.metadata or ({},) * len(batch)
@@ -304,17 +308,6 @@ class RewardModel(Component, ABC):
         Default: nothing.
         """
         return JudgeCalls()
-
-
-def _without_source(batch: MediaBatch) -> dict[int, str]:
-    """Return the samples without a source image, or with non-finite pixels in one."""
-    failed: dict[int, str] = {}
-    for i, images in enumerate(batch.references):
-        if not images:
-            failed[i] = "its source image is missing"
-        elif not all(image.isfinite().all() for image in images):
-            failed[i] = "the pixels of its source image are not finite"
-    return failed
 
 
 class Loadable(Component, ABC):

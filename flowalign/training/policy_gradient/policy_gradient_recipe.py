@@ -68,17 +68,15 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
         requests = Requests(read_requests(self.prompts), run.seed, run.conditioning)
         settings = calibrate_noise_levels(self, run, learner, folder, log)
-        recorder = self._recorder(run, folder) if learner.processes.is_main else None
+        recorder, branching = None, self.sampling.branching
+        differs = self.spatial or differs_from_outcome(self.credit, branching)
+        if differs and learner.processes.is_main:
+            steps = run.num_steps, run.evaluate_every
+            recorder = CreditRecorder(folder / "credit", self.credit, *steps)
         stored = self.regularised.open(run, learner, log) if self.regularised else None
         return PolicyGradientLoop(
             settings, learner, run.rewards, requests, run.seed, recorder, log, stored
         )
-
-    def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
-        """Return a recorder if credit of steps or positions can differ from the outcome."""
-        if not (self.spatial or differs_from_outcome(self.credit, self.sampling.branching)):
-            return None
-        return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)
 
     def _check_moments(self, optimizer: Optimizer) -> None:
         if optimizer.kind == "adamw_8bit":

@@ -255,28 +255,24 @@ class RolloutSettings(RolloutFields):
         Raises:
             ValueError: The settings do not fit the credit method.
         """
-        method = self.credit or Outcome()
+        method, critic = self.credit or Outcome(), f"{self.key}.critic"
+        name = type(method).__name__
         needs = credit_requirements(method, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantages.scale == "given"):
-            advised = (
-                "advantages: set it to given"
-                if needs.credit.normalised
-                else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
-            )
+            advised = "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             raise ValueError(
-                f"{self.key}.advantages.scale is {self.advantages.scale}, but "
-                f"{type(method).__name__} gives {advised}"
+                f"{self.key}.advantages.scale is {self.advantages.scale}, but {name} gives "
+                + ("advantages: set it to given" if needs.credit.normalised else advised)
             )
         if needs.credit.process is not None and not self.clips_process:
             refuse_process(self.key, method)
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
         if between and self.sampling.tail_ratio is not None:
             raise ValueError(
-                f"{self.key}.sampling.tail_ratio shortens rollouts, but {type(method).__name__} "
-                f"values the states {between} on the whole schedule: set it to null"
+                f"{self.key}.sampling.tail_ratio shortens rollouts, but {name} values the states "
+                f"{between} on the whole schedule: set it to null"
             )
         if bool(needs.predicted) != (self.critic is not None):
-            name, critic = type(method).__name__, f"{self.key}.critic"
             raise ValueError(
                 f"{critic} is null, but {name} needs predictions of a critic: set it to {{}}"
                 if needs.predicted
