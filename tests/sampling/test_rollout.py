@@ -18,6 +18,7 @@ from flowalign.functional.transition import (
 from flowalign.losses.policy_gradient.grpo import GRPO, PPOClip
 from flowalign.sampling import AllButLast, Fixed, Sampling, Tree, generate
 from flowalign.sampling.rollout import RolloutOutputs, sample
+from flowalign.sampling.sampling_settings import Storage
 from flowalign.sampling.stepping import complete, evaluate_velocity
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.rollouts.collecting import completion_values, rollout

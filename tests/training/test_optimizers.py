@@ -13,7 +13,7 @@ from flowalign.training.checkpoint import put_back, state_tensors
 from flowalign.training.learner import MOMENT_BYTES, Optimizer, new_optimizer
 from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.small_run import Killed, Mortal, go, new_run
+from tests.fixtures.small_run import assert_resumes, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, state
 
 SHAPES = "configs/shapes.yaml"
@@ -58,12 +58,7 @@ def test_moments_in_8_bits_give_nearly_the_same_updates():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_bit_for_bit(tmp_path, kind):
     cfg = Optimizer(kind=kind, learning_rate=1e-2, warmup=3, decay="cosine")
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    go(new_run(straight, optimizer=cfg))
-    with pytest.raises(Killed):
-        go(new_run(broken, optimizer=cfg, models=[Mortal(2)]))
-    go(new_run(broken, optimizer=cfg), checkpoint.latest(broken / "checkpoints"))
-    assert_same_run(straight, broken, 5)
+    assert_resumes(new_run, tmp_path, 2, optimizer=cfg)
 
 
 @pytest.mark.slow

@@ -399,19 +399,6 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     )
 
 
-@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
-def test_failures_never_reach_the_weights_and_their_share_is_reported(on_failure):
-    learner = new_learner(ema=(0.9, 1))
-    rewards = Rewards([Told(*FAILED)], {"told": 1.0}, on_failure)
-    before = flat(learner.policy.denoiser)
-    metrics = train(new_recipe(on_failed_reward=on_failure), learner, rewards, steps=3)
-    after = flat(learner.policy.denoiser)
-    assert after.isfinite().all()
-    assert not torch.equal(after, before)
-    assert all(a.isfinite().all() for a in learner.ema.average)
-    assert [m["reward_invalid"] for m in metrics] == [pytest.approx(2 / 12)] * 3
-
-
 def test_a_step_where_every_reward_failed_changes_nothing_and_says_so():
     learner = new_learner()
     before = flat(learner.policy.denoiser)

@@ -351,15 +351,9 @@ def test_samples_whose_rewards_failed_are_left_out_of_both_halves():
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ({"prompts_per_step": 1}, "prompts_per_step is 1, updates_per_step 1"),
-        (
-            {"prompts_per_step": 3, "updates_per_step": 2},
-            "prompts_per_step is 3, updates_per_step 2",
-        ),
-        (
-            {"step_weight": MeasuredWeight(start=[1.0, 2.0])},
-            r"step_weight\.start is \[1\.0, 2\.0\]",
-        ),
+        ({"prompts_per_step": 1}, "is 1, updates_per_step 1"),
+        ({"prompts_per_step": 3, "updates_per_step": 2}, "is 3, updates_per_step 2"),
+        ({"step_weight": MeasuredWeight(start=[1.0, 2.0])}, r"step_weight\.start is \[1\.0, 2"),
     ],
 )
 def test_settings_that_cannot_be_measured_are_refused(recipe, said):
