@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from flowalign.credit.chain import gains, lambda_returns
 from flowalign.credit.turning_point import (
-    TurningPoint,
     balance_turning_points,
     turning_point_credit,
     turning_points,
@@ -110,12 +109,6 @@ def test_changes_within_the_dead_zone_turn_nothing(dead_zone, turned):
     """The loss that is turned around has size 1."""
     values = column(0.0, -1.0, 2.0, 5.0)
     assert turns(values, dead_zone=dead_zone).flatten().tolist() == [False, turned, False]
-
-
-def test_a_dead_zone_below_zero_is_refused():
-    for value in (-0.1, NAN):
-        with pytest.raises(ValueError, match="dead_zone"):
-            TurningPoint(dead_zone=value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from flowalign.credit import Gain, NextValue, Outcome, TurningPoint
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
-from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.collecting import rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import RewardOutput, plain_requests
 from flowalign.utils.costs import Costs
@@ -20,7 +20,7 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
-from tests.fixtures.credited import Given, credited, judged
+from tests.fixtures.credited import Given, judged
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
@@ -76,9 +76,7 @@ def test_the_value_of_a_steps_next_state_is_that_of_finishing_it(credit, window)
     v = values_by_hand(learner.policy, whole(cfg, learner))
     earned = v[:, 1:] - v[:, :-1] if isinstance(credit, Gain) else v[:, 1:]
     centred = earned - earned.view(3, 4, 5).mean(1).repeat_interleave(4, 0)
-    batch, _ = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
+    batch, _ = judged(cfg, learner, trajectory=trajectory)
     wanted = torch.where(trajectory.eta > 0, centred, 0.0)
     assert_close(batch.advantage, wanted, atol=1e-5, rtol=1e-4)
     assert wanted.abs().max() > 0.01
@@ -89,9 +87,7 @@ def test_gains_of_the_window_sum_to_what_was_gained_in_it():
     cfg, learner, trajectory = setting(Gain(), Fixed(0, 4), advantages={"scale": "none"})
     v = values_by_hand(learner.policy, trajectory)
     total = v[:, -1] - v[:, 0]
-    batch, _ = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
+    batch, _ = judged(cfg, learner, trajectory=trajectory)
     wanted = total - total.view(3, 4).mean(1).repeat_interleave(4, 0)
     assert_close(batch.advantage.sum(1), wanted, atol=1e-5, rtol=1e-4)
 
@@ -102,9 +98,7 @@ def test_joint_compares_a_gain_with_all_gains_of_its_prompt():
     v = values_by_hand(learner.policy, trajectory)
     gains = (v[:, 1:] - v[:, :-1])[:, :4].reshape(3, 16)
     wanted = (gains - gains.mean(1, keepdim=True)) / (gains.std(1, correction=0)[:, None] + 1e-4)
-    batch, _ = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
+    batch, _ = judged(cfg, learner, trajectory=trajectory)
     assert_close(batch.advantage[:, :4], wanted.view(12, 4), atol=1e-3, rtol=1e-3)
     assert batch.advantage.view(3, 4, 5).mean(1).abs().max() > 0.05  # steps differ from each other
 
@@ -145,9 +139,7 @@ MISSING = [
 def test_a_state_without_a_value_costs_the_transitions_that_need_it(credit, k, lost):
     cfg, learner, trajectory = setting(credit, on_failed_reward="drop_sample")
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, k))
-    batch, metrics = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory)
-    )
+    batch, metrics = judged(cfg, learner, rewards, trajectory=trajectory)
     whole = {(b, step) for b in range(12) for step in range(4)}
     assert trained(batch) == whole - {(6, step) for step in lost}
     assert batch.advantage.isfinite().all()
@@ -160,7 +152,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_sample")
     v = values_by_hand(learner.policy, trajectory)
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, 2))
-    batch, _ = credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
+    batch, _ = judged(cfg, learner, rewards, trajectory=trajectory)
     rest = (v[:, 2] - v[:, 1])[[4, 5, 7]]
     wanted = (rest - rest.mean()) / (rest.std(correction=0) + 1e-4)
     assert_close(batch.advantage[[4, 5, 7], 1], wanted, atol=1e-3, rtol=1e-3)
@@ -169,7 +161,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
 def test_dropping_groups_drops_them_at_the_steps_concerned():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_group")
     rewards = blind_rewards(learner, trajectory, "drop_group", (6, 2))
-    batch, _ = credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
+    batch, _ = judged(cfg, learner, rewards, trajectory=trajectory)
     lost = {(b, k) for b in (4, 5, 6, 7) for k in (1, 2)}
     assert trained(batch) == {(b, k) for b in range(12) for k in range(4)} - lost
 
@@ -178,7 +170,7 @@ def test_a_failure_at_an_intermediate_state_stops_a_run_that_raises():
     cfg, learner, trajectory = setting(Gain())
     rewards = blind_rewards(learner, trajectory, "raise", (6, 2))
     with pytest.raises(RewardFailure, match=r"1 of 12 rewards failed at state 2.*sample 6.*'bb'"):
-        credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
+        judged(cfg, learner, rewards, trajectory=trajectory)
 
 
 # Cost and learning --------------------------------------------------------------------------------

@@ -121,20 +121,6 @@ def test_seeds_must_divide_the_samples():
         arrange_samples(Chain(), 5, 2, eta(0.5, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        (Tree, {"children": 1}, "children is 1; it must be at least 2"),
-        (Tree, {"growth": -1.0}, "growth is -1.0; it must be above -1"),
-        (Tree, {"sibling_noise_scale": 0.0}, "sibling_noise_scale is 0.0; it must be above 0"),
-        (Comb, {"children": 1}, "children is 1; it must be at least 2"),
-    ],
-)
-def test_what_is_no_branching_is_refused(kind, settings, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**settings)
-
-
 # A search keeps the best states of a tree at the stated cost; unpruned it is best-of-N ------------
 
 

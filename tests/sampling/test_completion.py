@@ -7,11 +7,11 @@ import torch
 from flowalign.credit.chain import Gain
 from flowalign.sampling import AllButLast, Comb, Fixed, Sampling, Tree, complete, sample
 from flowalign.training.reference import unguided
-from flowalign.training.rollouts.collecting import completion_values, finish_states, rollout
+from flowalign.training.rollouts.collecting import finish_states, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
 from flowalign.types.trajectory import Completion, take_rows
 from flowalign.utils.costs import Costs
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_learner, new_recipe, new_rewards
@@ -178,16 +178,7 @@ def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget()
     decode, score = learner.policy.decode, rewards.models[0].score
     learner.policy.decode = lambda x: sizes.append(len(x)) or decode(x)
     rewards.models[0].score = lambda batch: sizes.append(len(batch.prompts)) or score(batch)
-    credited(
-        recipe,
-        learner,
-        completion_values(
-            recipe.rollouts,
-            learner,
-            rewards,
-            rollout(recipe.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
-        ),
-    )
+    judged(recipe, learner, rewards)
     assert max(sizes) == 5
     assert sum(sizes) == 12 * (T + T * (T - 1) // 2 + 2 * T)
 

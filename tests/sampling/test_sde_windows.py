@@ -160,25 +160,6 @@ def test_a_schedule_of_one_step_leaves_nothing_to_all_but_last():
         steps(AllButLast(), 1)
 
 
-OUT_OF_RANGE = (
-    (Fixed, {"start": -1, "stop": 2}, "start"),
-    (Random, {"low": -2}, "low"),
-    (Random, {"size": 0}, "size"),
-    (RandomSubset, {"share": 1.2}, "share"),
-    (Sliding, {"size": 0}, "size"),
-    (Sliding, {"every": 0}, "every"),
-    (Sliding, {"stride": -1}, "stride"),
-    (Geometric, {"ratio": 0.0}, "ratio"),
-    (Backward, {"every": 0}, "every"),
-)
-
-
-@pytest.mark.parametrize(("kind", "settings", "key"), OUT_OF_RANGE)
-def test_settings_outside_their_ranges_are_refused(kind, settings, key):
-    with pytest.raises(ValueError, match=rf"sde_window.{key} is {settings[key]}; it must be"):
-        kind(**settings)
-
-
 def test_geometric_prefers_early_starts_and_leaves_the_last_step_alone():
     """Starts 0, 1, 2, 3 of 6 steps with weights 1, 1/2, 1/4, 1/8: shares 8, 4, 2, 1 of 15."""
     drawn = [steps(Geometric(size=2, ratio=0.5), 6, seed=s) for s in range(600)]

@@ -14,12 +14,12 @@ from flowalign.sampling.rollout_replay import CachedReplay
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.reference import unguided
 from flowalign.training.reward_gradient import FromRollouts
-from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
+from flowalign.training.rollouts.collecting import collect_rollouts, rollout
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.types import plain_requests
 from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
@@ -150,14 +150,12 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
-    judged, _ = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
-    batches = list(minibatches(judged, torch.arange(12), 7))
+    rollouts, _ = judged(cfg, learner, trajectory=trajectory)
+    batches = list(minibatches(rollouts, torch.arange(12), 7))
     assert sum(batch.num_rows for batch in batches) == int(trajectory.trained.sum())
     for batch in batches:
         with torch.no_grad():
-            current = judged.fields(learner.policy, learner.policy).transition(
+            current = rollouts.fields(learner.policy, learner.policy).transition(
                 learner.policy, batch
             )
             logp = log_density(kernel, batch["x_next"], current)

@@ -201,6 +201,71 @@ def test_a_number_within_its_range_gives_an_object_or_a_reason_why_not():
     assert made > 150
 
 
+def beyond(annotation: Any) -> list[Any]:
+    """The numbers next to the ranges of an annotation, in the form that it wants."""
+    found = []
+    for part in parts(annotation):
+        if get_origin(part) is Annotated:
+            kind, (allowed,) = get_args(part)[0], part.__metadata__
+            low = [] if allowed.least is None else [allowed.least - 1]
+            high = [] if allowed.most is None else [allowed.most + 1]
+            open_ends = [b for b in (allowed.above, allowed.below) if b is not None]
+            found += [kind(b) for b in low + high + open_ends]
+    return [holding(annotation, number) for number in found]
+
+
+UNCHECKED = {
+    *[
+        "Call",
+        "DirichletLeaps",
+        "DivergenceMask",
+        "Experts",
+        "Fake",
+        "FrameWindow",
+        "GRPO",
+        "Granular",
+    ],
+    *[
+        "GuidedReference",
+        "Hyper",
+        "LogHinge",
+        "Lora",
+        "Memory",
+        "PPOClip",
+        "RatioNorm",
+        "References",
+        "Regression",
+    ],
+    *[
+        "RewardSurrogate",
+        "SamplerGrid",
+        "Sharding",
+        "SpanGRPO",
+        "Speed",
+        "StochasticSampling",
+        "Streams",
+    ],
+    *["TrainingSamples", "Uniform"],
+}
+"""Classes that leave their ranges to the check of run files."""
+
+
+@pytest.mark.slow
+def test_a_number_beyond_its_range_is_refused_by_its_class():
+    tried, unchecked = 0, set()
+    for cls in components():
+        for name in settable(cls):
+            for value in beyond(get_annotations(cls)[name]):
+                tried += 1
+                try:
+                    cls(**{name: value})
+                except ValueError:
+                    continue
+                unchecked.add(cls.__name__)
+    assert unchecked <= UNCHECKED
+    assert tried > 400
+
+
 class _Dial(Component):
     def __init__(
         self,

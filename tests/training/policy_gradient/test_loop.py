@@ -22,7 +22,6 @@ from flowalign.training.learner import Optimizer
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.reference import EMA
-from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,
     MediaBatch,
@@ -31,15 +30,14 @@ from flowalign.types import (
     RewardOutput,
     RewardSpec,
     StepCredit,
-    plain_requests,
     step_of,
 )
 from flowalign.types.trajectory import prompt_step_ids
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import TrainingFailure
-from tests.fixtures.credited import credited, judged
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 
@@ -385,14 +383,7 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     batch, _ = judged(new_recipe(on_failed_reward=on_failure), spoilt, rewards)
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
-    trajectory = rollout(cfg.rollouts, alone, plain_requests(THREE[:1]), 0, 0)
-    only, _ = credited(
-        cfg,
-        alone,
-        completion_values(
-            cfg.rollouts, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory
-        ),
-    )
+    only, _ = judged(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), THREE[:1])
     update(cfg, alone, only, 0, 0)
     torch.testing.assert_close(
         flat(spoilt.policy.denoiser), flat(alone.policy.denoiser), atol=1e-6, rtol=1e-5
@@ -599,11 +590,9 @@ def test_a_group_of_one_has_nothing_to_compare_with(scale):
 def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
     """Prompts of one sample each, which no narrower comparison could train."""
     cfg = new_recipe({"samples_per_prompt": 1}, advantages={"scale": "pooled"})
-    learner = new_learner(PixelPolicy(seed=4))
-    trajectory = rollout(cfg.rollouts, learner, plain_requests(["a", "bb", "ccc", "dddd"]), 0, 0)
-    values = completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    outcome = values([4])[:, 0, 0]
-    batch, _ = credited(cfg, learner, values)
+    learner, seen = new_learner(PixelPolicy(seed=4)), []
+    batch, _ = judged(cfg, learner, prompts=PROMPTS[:4], observe=seen.append)
+    outcome = seen[0].values([4])[:, 0, 0]
     wanted = (outcome - outcome.mean()) / (outcome.std(correction=0) + 1e-4)
     for k in range(3):
         torch.testing.assert_close(batch.advantage[:, k], wanted)

@@ -12,12 +12,12 @@ from flowalign.runs.config import load
 from flowalign.training.policy_gradient.batches import parts
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.training.policy_gradient.step_plan import evaluations, plan_step
-from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.collecting import rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from flowalign.utils.tracking import read_metrics
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import flat, new_learner, new_rewards, train
@@ -82,9 +82,7 @@ def assert_costs(recipe, learner, rewards, prompts, of_blocks=0, gradients=0) ->
         recipe.rollouts.requested(window),
     )
     trajectory = rollout(recipe.rollouts, learner, plain_requests(prompts), 0, 0)
-    batch, _ = credited(
-        recipe, learner, completion_values(recipe.rollouts, learner, rewards, trajectory)
-    )
+    batch, _ = judged(recipe, learner, rewards, trajectory=trajectory)
     whole = 3 * (wanted["sampling"] + wanted["completing"])
     assert costs.sampling_evaluations == whole + of_blocks
     assert costs.training_evaluations == (gradients or 0), "gradients count as whole evaluations"

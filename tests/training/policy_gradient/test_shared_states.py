@@ -19,11 +19,10 @@ from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradie
 from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.policy_gradient.step_plan import evaluations
 from flowalign.training.recipe import RunContext
-from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Setup, Sharding, plain_requests
 from flowalign.types.losses import first_of_each
 from flowalign.utils.costs import Costs
-from tests.fixtures.credited import credited
+from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     PROMPTS,
@@ -54,12 +53,6 @@ def moving_policy() -> PixelPolicy:
     return policy
 
 
-def batch_of(recipe, learner):
-    trajectory = rollout(recipe.rollouts, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
-    values = completion_values(recipe.rollouts, learner, new_rewards(), trajectory)
-    return credited(recipe, learner, values)[0]
-
-
 def gradient(recipe, learner, batch, size: int, *, sharing: bool) -> Tensor:
     learner.optimizer.zero_grad()
     for one in minibatches(batch, torch.arange(len(batch.mask)), size):
@@ -79,7 +72,7 @@ def test_the_first_of_each_number_is_found():
 @pytest.mark.parametrize("name", SHARED)
 def test_sharing_leaves_the_gradient_as_it_is(name, size):
     recipe, learner = SHARED[name][0], new_learner(moving_policy())
-    batch = batch_of(recipe, learner)
+    batch = judged(recipe, learner)[0]
     alone = gradient(recipe, learner, batch, size, sharing=False)
     assert alone.abs().max() > 1e-3
     torch.testing.assert_close(
@@ -93,7 +86,7 @@ def test_a_state_is_evaluated_once_however_small_the_micro_batches_are(name, siz
     recipe, states = SHARED[name]
     recipe = replace(recipe, micro_batch=size)
     learner, costs = new_learner(moving_policy()), Costs()
-    batch = batch_of(recipe, learner)
+    batch = judged(recipe, learner)[0]
     costs.count(learner.policy.denoiser)
     update(recipe, learner, batch, 0, 0)
     assert costs.training_evaluations == 3 * sum(states)
@@ -106,7 +99,7 @@ def test_micro_batches_change_no_update(name):
     for size in (1, 100):
         recipe = replace(SHARED[name][0], micro_batch=size)
         learner = new_learner(moving_policy())
-        update(recipe, learner, batch_of(recipe, learner), 0, 0)
+        update(recipe, learner, judged(recipe, learner)[0], 0, 0)
         moved.append(flat(learner.policy.denoiser))
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-5)
     assert not torch.equal(moved[0], flat(moving_policy().denoiser))
