@@ -13,7 +13,6 @@ from flowalign.utils.folders import check_folder_path, make_folder, record_setti
 
 if TYPE_CHECKING:
     from flowalign.extra.clip_pairs import clip_pairs_job
-    from flowalign.extra.clip_pairs.run_file import ClipPairs
 
 HELP = "Make training pairs from real videos, by noising and denoising them."
 EXIT_FAILED = 1
@@ -39,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
     from flowalign.data.readers import parse_columns
     from flowalign.extra.clip_pairs import clip_pairs_job
-    from flowalign.extra.clip_pairs.run_file import load
+    from flowalign.utils.typed_settings import load_typed
 
     columns = parse_columns(args.columns)
     added = [f"columns={json.dumps(columns)}"] if columns else []
-    cfg, text = load(args.config, [*args.overrides, *added])
+    cfg, text = load_typed(clip_pairs_job.ClipPairs, args.config, [*args.overrides, *added])
     outcome = clip_pairs_job.finish(cfg, _make_batches(cfg, text, args.shard))
     if outcome is None:
         say(f"shard {args.shard[0]}/{args.shard[1]} is done; other shards are not")
@@ -51,19 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return _print_summary(cfg, outcome)
 
 
-def _make_batches(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
+def _make_batches(cfg: "clip_pairs_job.ClipPairs", text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; return the number of batches of the dataset."""
     from rich.console import Console
 
     from flowalign.distributed.processes import join
     from flowalign.extra.clip_pairs import clip_pairs_job
-    from flowalign.extra.clip_pairs.run_file import settings_of
 
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
     check_folder_path(folder, "output_dir")
     make_folder(folder)
     record_settings(
-        folder / clip_pairs_job.MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`"
+        folder / clip_pairs_job.MANIFEST,
+        clip_pairs_job.settings_of(text, dataset),
+        "`flowalign clip-pairs`",
     )
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)
@@ -77,7 +77,7 @@ def _make_batches(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
         )
 
 
-def _print_summary(cfg: "ClipPairs", outcome: "clip_pairs_job.BatchOutcome") -> int:
+def _print_summary(cfg: "clip_pairs_job.ClipPairs", outcome: "clip_pairs_job.BatchOutcome") -> int:
     """Print the number of pairs, their cost and the dropped videos; return the exit code."""
     folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
@@ -89,10 +89,10 @@ def _print_summary(cfg: "ClipPairs", outcome: "clip_pairs_job.BatchOutcome") -> 
         "videos dropped": "\n".join([f"{report.total:,} of {clips:,}", *report.lines()]),
     }
     table(f"{len(outcome.rows):,} pairs: {folder}", rows)
-    too_many = len(outcome.errors) > cfg.max_dropped_fraction * clips
+    too_many = len(outcome.faults) > cfg.max_dropped_fraction * clips
     if outcome.rows and not too_many:
         return 0
-    head = f"{len(outcome.errors)} of {clips} videos cannot be used; max_dropped_fraction is "
+    head = f"{len(outcome.faults)} of {clips} videos cannot be used; max_dropped_fraction is "
     lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_LISTED]]
     sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
     return EXIT_FAILED

@@ -15,10 +15,11 @@ from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.extra.clip_pairs import clip_pairs_job
+from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.extra.clip_pairs.generators import DensePairs, LocalPairs
-from flowalign.extra.clip_pairs.run_file import ClipPairs, load
 from flowalign.runs.config.loading import compose
 from flowalign.types import InputSpec
+from flowalign.utils.typed_settings import load_typed
 from tests.fixtures.commands import exit_code
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
@@ -188,7 +189,7 @@ def test_a_process_that_ends_while_another_writes_lists_changes_nothing(
     """The other finishes wholly before each rename of the first; every list is always whole."""
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
     out = tmp_path / "out"
-    cfg, _ = load(str(tmp_path / "make.yaml"))
+    cfg, _ = load_typed(ClipPairs, str(tmp_path / "make.yaml"))
     lists = {
         name: (out / name).read_bytes() for name in (clip_pairs_job.TRAIN, clip_pairs_job.HELD_OUT)
     }
@@ -498,7 +499,7 @@ MADE = sorted(Path("configs/clip_pairs").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", MADE, ids=[file.stem for file in MADE])
 def test_a_training_of_the_package_reads_what_each_run_file_writes(file):
-    cfg, _ = load(str(file))
+    cfg, _ = load_typed(ClipPairs, str(file))
     assert cfg.output_dir == f"runs/clip_pairs/{file.stem}"
     mine = yaml.safe_load(file.read_text())["policy"]["init_args"]["video"]
     readers = 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowalign.cli.main import build_parser, complain, main, run_verb
-from flowalign.extra.clip_pairs.run_file import ClipPairs
+from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.reward_training.embeddings import UserEmbeddings
 from flowalign.reward_training.reward_run import RewardRun
 from flowalign.rewards.config import RewardFile

@@ -8,8 +8,8 @@ import pytest
 from flowalign.cli import main as cli
 from flowalign.cli import sample, score
 from flowalign.cli.main import run_verb
-from flowalign.extra.clip_pairs import run_file
-from flowalign.extra.clip_pairs.run_file import ClipPairs
+from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
+from flowalign.utils import typed_settings
 from tests.fixtures.commands import exit_code
 
 STOPS = pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
     monkeypatch.setattr("flowalign.studies.compare.compare", stopped)
     assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
     assert "to continue repeat the command" in capsys.readouterr().err
-    monkeypatch.setattr(run_file, "load", stopped)
+    monkeypatch.setattr(typed_settings, "load_typed", stopped)
     assert exit_code("clip-pairs", "a.yaml") == code
     assert "to continue repeat the command" in capsys.readouterr().err
     monkeypatch.setattr(sample, "build_job", stopped)
@@ -64,7 +64,7 @@ def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     cfg = ClipPairs.__new__(ClipPairs)  # without its policy
     cfg.__dict__.update(dataset=list, output_dir=str(tmp_path / "file" / "out"))
-    monkeypatch.setattr(run_file, "load", lambda config, overrides: (cfg, ""))
+    monkeypatch.setattr(typed_settings, "load_typed", lambda *_: (cfg, ""))
     assert exit_code("clip-pairs", "a.yaml") == 2
     assert "is not a folder" in capsys.readouterr().err
 

@@ -16,10 +16,10 @@ from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
+from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.extra.clip_pairs.clip_pairs_job import finish as pairs_made
 from flowalign.extra.clip_pairs.clip_pairs_job import run as make_pairs
 from flowalign.extra.clip_pairs.generators import LocalPairs
-from flowalign.extra.clip_pairs.run_file import ClipPairs
 from flowalign.rewards.composite import Rewards
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import prompts_of
@@ -170,7 +170,7 @@ def test_pairs_made_of_clips_take_the_frames_of_the_policy_unless_told(tmp_path)
             device="cpu",
         )
         make_pairs(cfg, cfg.dataset(), (0, 1), lambda: torch.device("cpu"), lambda _: None)
-        faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).errors]
+        faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).faults]
     short = f"too short: {clips / 'short.mp4'} has 12 of 13 frames"
     assert faults == {None: [short], 12: []}
 

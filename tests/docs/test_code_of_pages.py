@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 from flowalign.cli.options import read_settings
-from flowalign.extra.clip_pairs import run_file as clip_pairs
+from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.reward_training.reward_run import load_run
 from flowalign.rewards.config import load_rewards
 from flowalign.runs.config import load
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.typed_settings import load_typed
 from tests.fixtures.doc_pages import (
     NEEDS,
     PAGES,
@@ -139,7 +140,7 @@ def _load(args) -> None:
         for config in args.configs:
             load([*args.base, *config.split("+")], args.overrides)
     elif args.verb == "clip-pairs":
-        clip_pairs.load(args.config, args.overrides)
+        load_typed(ClipPairs, args.config, args.overrides)
     elif args.verb == "reward" and args.action == "train":
         load_run(args.config, args.overrides)
     elif args.verb == "score":
