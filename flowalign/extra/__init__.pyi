@@ -4,7 +4,7 @@ from .regional_dpo import LocalDPO as LocalDPO
 from .clip_pairs.generators import LocalPairs as LocalPairs
 from .conditioning import RewardLevels as RewardLevels
 from .conditioning import RewardWords as RewardWords
-from .tdm_recipe import TDM as TDM
+from .tdm import TDM as TDM
 from .tdm_parts import Fake as Fake, RewardSurrogate as RewardSurrogate
 from .flowbp import FlowBPBridge as FlowBPBridge
 from .flowbp import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from flowalign.functional.distribution_matching import levels_above, renoise_boundary
 from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.transition import per_row
-from flowalign.losses.matching.dgpo import DGPO
+from flowalign.losses.matching.groups import DGPO
 from flowalign.rewards.checked import OnFailure as OnFailedReward
 from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.sde_windows import NoSteps

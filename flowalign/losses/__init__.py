@@ -1,4 +1,4 @@
-"""Losses that update a policy, one file per published loss.
+"""Losses that update a policy, one file per kind of loss.
 
 `policy_gradient` trains on transitions of rollouts, `matching` on noised clean latents, and
 `reward_gradient` on the gradient of rewards.

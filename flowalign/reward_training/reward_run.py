@@ -18,7 +18,7 @@ from flowalign.reward_training.model_folder import finish, restore_state, save_s
 from flowalign.reward_training.training import RewardTrainer, seeded_draws
 from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
-from flowalign.training.matching.times import Times
+from flowalign.training.matching.states import Times
 from flowalign.types import Backbone, Head, NoisyBackbone
 from flowalign.types.ranges import Decay, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.files import write_text

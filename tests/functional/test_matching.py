@@ -23,7 +23,7 @@ from flowalign.losses.matching.fits import SFT
 from flowalign.training.matching import LogitNormal, SamplerGrid, Teacher, Uniform
 from flowalign.training.matching.noising import NoiseLevels, noise_for, num_examples
 from flowalign.training.matching.residuals import divergence, matching_residuals
-from flowalign.training.matching.state_source import ForwardNoise, GuidedStep
+from flowalign.training.matching.states import ForwardNoise, GuidedStep
 from flowalign.training.reference import FrozenCopy
 from flowalign.types import Batch, VelocityField
 from tests.fixtures.golden import load, tiny_velocity

@@ -11,7 +11,7 @@ from flowalign.losses import Maximise
 from flowalign.rewards.composite import Rewards
 from flowalign.training.engine import Statistics, accumulate
 from flowalign.training.reward_gradient import FromNoisyRollouts, FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradientLoop
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness

@@ -15,7 +15,7 @@ from flowalign.functional.forward_process import nft, optimality, self_normalise
 from flowalign.functional.noise_matching import add_noise, sample_error
 from flowalign.functional.transition import CPS, per_row
 from flowalign.losses import AWM, CRD, DGPO, NFT
-from flowalign.losses.matching.fdfo import FDFO, pair_contrast, simple_policy_loss
+from flowalign.losses.matching.advantages import FDFO, pair_contrast, simple_policy_loss
 from flowalign.sampling.sde_windows import AllButLast
 from flowalign.training.matching import SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from flowalign.functional.forward_process import nft
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import CPS
+from flowalign.losses.matching.advantages import OPSD, opsd
 from flowalign.losses.matching.opd import OPD
-from flowalign.losses.matching.opsd import OPSD, opsd
 from flowalign.rewards.composite import Rewards
 from flowalign.training.matching import RewardAscent, SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching

@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling import Random, Sampling
 from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradientLoop
 from flowalign.types import plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness

@@ -9,6 +9,6 @@ from .reference_models import (
 from .reward_moves import RewardAscent as RewardAscent, RewardProposals as RewardProposals
 from .rollouts import Rollouts as Rollouts
 from .scored_groups import ScoredGroups as ScoredGroups
-from .state_source import GuidedStep as GuidedStep, VisitedStates as VisitedStates
+from .states import GuidedStep as GuidedStep, VisitedStates as VisitedStates
 from .stored import StoredDataset as StoredDataset
-from .times import LogitNormal as LogitNormal, SamplerGrid as SamplerGrid, Uniform as Uniform
+from .states import LogitNormal as LogitNormal, SamplerGrid as SamplerGrid, Uniform as Uniform

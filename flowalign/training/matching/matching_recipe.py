@@ -13,7 +13,7 @@ from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
 from flowalign.training.matching.reference_models import FrozenBase, start_from
 from flowalign.training.matching.source import DataSource, StreamContext
-from flowalign.training.matching.times import SamplerGrid
+from flowalign.training.matching.states import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy

@@ -15,8 +15,7 @@ from flowalign.training.matching.reference_models import (
     ReferenceModel,
     Teacher,
 )
-from flowalign.training.matching.state_source import ForwardNoise, StateSource
-from flowalign.training.matching.times import LogitNormal, Times
+from flowalign.training.matching.states import ForwardNoise, LogitNormal, StateSource, Times
 from flowalign.types import MatchingLoss, Policy
 from flowalign.types.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, require_ranges
 

@@ -13,8 +13,8 @@ from flowalign.training.matching.matching_loop import micro_batch_loss
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import NoiseLevels, noise_for, prepare
 from flowalign.training.matching.source import BatchStream, StreamContext
+from flowalign.training.matching.states import LogitNormal, Times
 from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.training.recipe import Log, MemoryPart, RunContext
 from flowalign.types import Batch, MatchingLoss, ModelPlan
 from flowalign.types.losses import Loss

@@ -13,7 +13,7 @@ from typing_extensions import override
 from flowalign.functional.agreement import spearman
 from flowalign.functional.pairing import estimate_unsampled
 from flowalign.functional.resizing import average_on_grid, normalise_mean
-from flowalign.losses.matching.fdfo import pair_contrast
+from flowalign.losses.matching.advantages import pair_contrast
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.rollout import empty_trajectory
 from flowalign.training.matching.reward_moves import Moves, with_states

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flowalign.data.preference.preference_data import Pair
 from flowalign.functional.transition import FlowSDE
-from flowalign.training.matching.pair_streams import weigh_gaps
+from flowalign.training.matching.rollouts import weigh_gaps
 from flowalign.training.matching.source import StepAdvantages
 from flowalign.training.recipe import Log
 from flowalign.types import (

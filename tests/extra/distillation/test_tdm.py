@@ -7,9 +7,9 @@ import torch
 
 from flowalign.data.requests import Requests
 from flowalign.extra import TDM
-from flowalign.extra.tdm_loop import TDMLoop
+from flowalign.extra.tdm import TDMLoop
 from flowalign.extra.tdm_parts import Fake, RewardSurrogate, open_roles
-from flowalign.losses.matching.dgpo import DGPO
+from flowalign.losses.matching.groups import DGPO
 from flowalign.rewards.composite import Rewards
 from flowalign.training import checkpoint
 from flowalign.training.learner import Optimizer

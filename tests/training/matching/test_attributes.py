@@ -15,7 +15,7 @@ from flowalign.training.matching.matching_settings import MatchingSettings
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.residuals import matching_residuals, select_fields
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.state_source import ForwardNoise
+from flowalign.training.matching.states import ForwardNoise
 from flowalign.types import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import checked, new_learner, new_rewards

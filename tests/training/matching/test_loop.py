@@ -14,8 +14,11 @@ from flowalign.rewards import RewardFailure, Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.engine import WeightChecks
 from flowalign.training.matching import LogitNormal, Rollouts, SamplerGrid, Uniform
-from flowalign.training.matching.checks import MatchingChecks, measure_held_out
-from flowalign.training.matching.matching_loop import micro_batch_loss
+from flowalign.training.matching.matching_loop import (
+    MatchingChecks,
+    measure_held_out,
+    micro_batch_loss,
+)
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.reference import EMA
@@ -498,7 +501,7 @@ def stream(tmp_path, **changes):
 
 def test_a_reward_that_fails_stops_online_training_and_is_named(tmp_path):
     with pytest.raises(
-        RewardFailure, match=r"4 of 8 rewards failed. First: sample \d, prompt 'bb'"
+        RewardFailure, match=r"4 of 8 rewards failed at state 3. First: sample \d, prompt 'bb'"
     ):
         next(stream(tmp_path).batches([0]))
 

@@ -20,7 +20,7 @@ from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Teacher, start_from
 from flowalign.training.matching.residuals import matching_residuals, select_fields
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.matching.state_source import ForwardNoise, GuidedStep, VisitedStates
+from flowalign.training.matching.states import ForwardNoise, GuidedStep, VisitedStates
 from flowalign.training.recipe import RunContext
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs

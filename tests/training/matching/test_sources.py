@@ -32,7 +32,7 @@ from flowalign.losses import DPO, KTO, SFT, AutoBeta
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import generate
 from flowalign.training.matching import EMAReference, Rollouts, SamplerGrid, StoredDataset
-from flowalign.training.matching.checks import measure_held_out
+from flowalign.training.matching.matching_loop import measure_held_out
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests

@@ -14,7 +14,7 @@ from flowalign.sampling import Comb, Fixed, NoSteps
 from flowalign.sampling.sampling_settings import StochasticSampling
 from flowalign.training.matching import Rollouts, SamplerGrid
 from flowalign.training.matching.noising import noise_for
-from flowalign.training.matching.pair_streams import count_pairs, pair_steps, weigh_gaps
+from flowalign.training.matching.rollouts import count_pairs, pair_steps, weigh_gaps
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.rollouts.collecting import compute_credit
 from flowalign.types.trajectory import Completion

@@ -16,7 +16,7 @@ from flowalign.rewards import RewardFailure, Rewards
 from flowalign.rewards.objectives import ControlWords
 from flowalign.training.engine import Statistics, accumulate
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.reward_gradient_loop import RewardGradientLoop
+from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradientLoop
 from flowalign.types import Reference, Request, RewardOutput, plain_requests
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness
 from tests.fixtures.training import PROMPTS, flat, new_learner

@@ -13,8 +13,7 @@ from flowalign.rewards.objectives import ControlWords
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardGradient
-from flowalign.training.reward_gradient.dry_run import cost
-from flowalign.training.reward_gradient.reward_gradient_settings import chosen_frames
+from flowalign.training.reward_gradient.reward_gradient_settings import chosen_frames, cost
 from flowalign.types import Policy
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
