@@ -11,9 +11,9 @@ from flowalign.functional.transition import flow_std, per_row
 from pipelines.families.cogvideox import CogVideoX
 from tests.fixtures.clips import assert_official_steps, clips
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_official, called, noise, ours
+from tests.fixtures.families import assert_official, called, noise, ours
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import TINY, family_of
+from tests.fixtures.tiny_families import TINY, family_fixture
 from tests.fixtures.tiny_video_others import build_cogvideox, of_clips
 
 pytestmark = pytest.mark.slow
@@ -38,27 +38,24 @@ def as_flow(policy, step):
     return x, flow_velocity("v_prediction", said, x, sigma.expand(len(x)))
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    """2b, and 5b as the other model."""
-    return family_of(
-        (build_cogvideox, TINY["cogvideox"][1]),
-        partial(of_clips, CogVideoX),
-        official_cogvideox,
-        tmp_path_factory.mktemp("cogvideox"),
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 16,
-            "use_rotary_positional_embeddings": True,
-        },
-        query="to_q",
-        seeded=False,  # it draws frames before channels
-        comfyui=False,
-        guided={"guidance": 3.0},
-        cases=[{}, {"guidance": 3.0}],
-        step=as_flow,
-        frames=[(8, 1, 9), (13, 9, 17), (48, 41, 49)],  # 13 is 1 + 3 x 4, but decodes to 16
-    )
+family = family_fixture(
+    (build_cogvideox, TINY["cogvideox"][1]),
+    partial(of_clips, CogVideoX),
+    official_cogvideox,
+    {
+        "num_attention_heads": 3,
+        "attention_head_dim": 16,
+        "use_rotary_positional_embeddings": True,
+    },
+    query="to_q",
+    seeded=False,  # it draws frames before channels
+    comfyui=False,
+    guided={"guidance": 3.0},
+    cases=[{}, {"guidance": 3.0}],
+    step=as_flow,
+    frames=[(8, 1, 9), (13, 9, 17), (48, 41, 49)],  # 13 is 1 + 3 x 4, but decodes to 16
+)
+"""2b, and 5b as the other model."""
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])

@@ -12,7 +12,6 @@ from flowalign.training.reference import unguided
 from pipelines.families.flux1 import LORA, Flux1
 from tests.fixtures.families import (
     GOLDEN,
-    Family,
     assert_told_alike,
     noise,
     official_flux1,
@@ -21,25 +20,19 @@ from tests.fixtures.families import (
     requests_for,
 )
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_flux import build_flux
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("flux1")
-    return family_of(
-        "flux1",
-        Flux1,
-        official_flux1,
-        folder,
-        {"num_attention_heads": 3},
-        cases=sizes(
-            "embedded_guidance", (48, 64, 2.0), (32, 96, 3.5), (64, 64, 1.0), (16, 16, 7.0)
-        ),
-    )
+family = family_fixture(
+    "flux1",
+    Flux1,
+    official_flux1,
+    {"num_attention_heads": 3},
+    cases=sizes("embedded_guidance", (48, 64, 2.0), (32, 96, 3.5), (64, 64, 1.0), (16, 16, 7.0)),
+)
 
 
 class TestFlux1(PictureContract):

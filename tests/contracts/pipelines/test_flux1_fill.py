@@ -7,26 +7,22 @@ import torch
 
 from flowalign.types import Request
 from pipelines.families.flux1 import Flux1, Flux1Fill
-from tests.fixtures.families import Family, noise, official_fill
+from tests.fixtures.families import noise, official_fill
 from tests.fixtures.pictures import HOLES, mask, picture
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_flux import build_flux
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("flux1_fill")
-    return family_of(
-        "flux1_fill",
-        Flux1Fill,
-        official_fill,
-        folder,
-        {"num_attention_heads": 3},
-        cases=sizes("embedded_guidance", (48, 64, 30.0), (32, 80, 30.0)),
-    )
+family = family_fixture(
+    "flux1_fill",
+    Flux1Fill,
+    official_fill,
+    {"num_attention_heads": 3},
+    cases=sizes("embedded_guidance", (48, 64, 30.0), (32, 80, 30.0)),
+)
 
 
 class TestFlux1Fill(PictureContract):

@@ -8,25 +8,21 @@ import torch
 from flowalign.types import Request
 from pipelines.families.flux1 import Flux1Kontext
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise, official_kontext, ours
+from tests.fixtures.families import noise, official_kontext, ours
 from tests.fixtures.pictures import EDITS, picture
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("flux1_kontext")
-    return family_of(
-        "flux1_kontext",
-        Flux1Kontext,
-        official_kontext,
-        folder,
-        {"num_attention_heads": 3},
-        cases=sizes("embedded_guidance", (48, 64, 3.5), (32, 32, 3.5)),
-    )
+family = family_fixture(
+    "flux1_kontext",
+    Flux1Kontext,
+    official_kontext,
+    {"num_attention_heads": 3},
+    cases=sizes("embedded_guidance", (48, 64, 3.5), (32, 32, 3.5)),
+)
 
 
 class TestFlux1Kontext(PictureContract):

@@ -3,27 +3,23 @@
 import pytest
 
 from pipelines.families.flux2 import LORA, Flux2
-from tests.fixtures.families import Family, without_gradient
+from tests.fixtures.families import without_gradient
 from tests.fixtures.image_families import flux2_latents, official_flux2
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_images import build_flux2
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("flux2")
-    return family_of(
-        "flux2",
-        Flux2,
-        official_flux2,
-        folder,
-        {"num_attention_heads": 3},
-        latents=flux2_latents,
-        cases=sizes("embedded_guidance", (48, 64, 2.0), (32, 64, 4.0), (64, 64, 1.0)),
-    )
+family = family_fixture(
+    "flux2",
+    Flux2,
+    official_flux2,
+    {"num_attention_heads": 3},
+    latents=flux2_latents,
+    cases=sizes("embedded_guidance", (48, 64, 2.0), (32, 64, 4.0), (64, 64, 1.0)),
+)
 
 
 class TestFlux2(PictureContract):

@@ -7,28 +7,24 @@ import pytest
 import torch
 
 from pipelines.families.flux2 import Flux2Klein
-from tests.fixtures.families import Family, noise, requests_for
+from tests.fixtures.families import noise, requests_for
 from tests.fixtures.image_families import flux2_latents, official_flux2
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_images import build_flux2
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("flux2_klein")
-    return family_of(
-        "flux2_klein",
-        Flux2Klein,
-        official_flux2,
-        folder,
-        {"num_attention_heads": 3},
-        latents=flux2_latents,
-        guided={"guidance": 3.0},
-        cases=sizes("guidance", (48, 64, 4.0), (64, 32, 1.0)),
-    )
+family = family_fixture(
+    "flux2_klein",
+    Flux2Klein,
+    official_flux2,
+    {"num_attention_heads": 3},
+    latents=flux2_latents,
+    guided={"guidance": 3.0},
+    cases=sizes("guidance", (48, 64, 4.0), (64, 32, 1.0)),
+)
 
 
 class TestFlux2Klein(PictureContract):

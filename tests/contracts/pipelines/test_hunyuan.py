@@ -14,7 +14,6 @@ from tests.fixtures.clips import clips, official_steps
 from tests.fixtures.families import (
     GOLDEN,
     PROMPTS,
-    Family,
     assert_official,
     assert_told_alike,
     called,
@@ -22,7 +21,7 @@ from tests.fixtures.families import (
     requests_for,
 )
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_video_others import build_hunyuan, of_clips
 
 pytestmark = pytest.mark.slow
@@ -48,22 +47,18 @@ def official_hunyuan(policy: HunyuanVideo, prompts, *run):
     )
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("hunyuan")
-    return family_of(
-        "hunyuan",
-        partial(of_clips, HunyuanVideo),
-        official_hunyuan,
-        folder,
-        {"num_layers": 2},
-        settings={"fps": 15.0, "max_sequence_length": 24},
-        query="to_q",
-        comfyui=False,
-        guided={"guidance": 3.0},
-        cases=[{"guidance": g, "embedded_guidance": 2.0 + g} for g in (1.0, 3.0)],
-        frames=[(4, 1, 5), (127, 125, 129)],
-    )
+family = family_fixture(
+    "hunyuan",
+    partial(of_clips, HunyuanVideo),
+    official_hunyuan,
+    {"num_layers": 2},
+    settings={"fps": 15.0, "max_sequence_length": 24},
+    query="to_q",
+    comfyui=False,
+    guided={"guidance": 3.0},
+    cases=[{"guidance": g, "embedded_guidance": 2.0 + g} for g in (1.0, 3.0)],
+    frames=[(4, 1, 5), (127, 125, 129)],
+)
 
 
 def test_the_schedule_shifts_even_steps_by_7(family):

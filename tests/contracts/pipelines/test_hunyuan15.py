@@ -13,7 +13,6 @@ from pipelines.network.adapter_files import LORA_FILE
 from tests.fixtures.clips import clips
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
-    Family,
     assert_told_alike,
     called,
     noise,
@@ -21,7 +20,7 @@ from tests.fixtures.families import (
     velocity_of,
 )
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_hunyuan15 import build_hunyuan15
 from tests.fixtures.tiny_video_others import of_clips
 
@@ -42,23 +41,19 @@ def official_hunyuan15(policy: HunyuanVideo15, prompts, *run):
     return called(policy, list(prompts), *run)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("hunyuan15")
-    return family_of(
-        "hunyuan15",
-        partial(of_clips, HunyuanVideo15),
-        official_hunyuan15,
-        folder,
-        {"num_layers": 3},
-        prompts=PROMPTS,
-        query="attn.to_q",
-        cases=[{"guidance": 1.0}, {"guidance": 6.0}],
-        unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
-        frames=[(4, 3, 5)],
-        comfyui=False,
-        guided={"guidance": 3.0},
-    )
+family = family_fixture(
+    "hunyuan15",
+    partial(of_clips, HunyuanVideo15),
+    official_hunyuan15,
+    {"num_layers": 3},
+    prompts=PROMPTS,
+    query="attn.to_q",
+    cases=[{"guidance": 1.0}, {"guidance": 6.0}],
+    unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
+    frames=[(4, 3, 5)],
+    comfyui=False,
+    guided={"guidance": 3.0},
+)
 
 
 def test_an_adapter_loads_by_its_network_in_plain_diffusers(family, tmp_path):

@@ -10,9 +10,9 @@ from diffusers import ClassifierFreeGuidance
 from flowalign.types import Request
 from pipelines.families.hunyuan import HunyuanVideo15, HunyuanVideo15I2V
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.families import Family, noise, requests_for
+from tests.fixtures.families import noise, requests_for
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_hunyuan15 import build_hunyuan15
 from tests.fixtures.tiny_video_others import of_clips
 
@@ -49,23 +49,19 @@ def official_i2v(policy: HunyuanVideo15I2V, prompts, x, num_steps, output_type):
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("hunyuan15_i2v")
-    return family_of(
-        "hunyuan15_i2v",
-        partial(of_clips, HunyuanVideo15I2V),
-        official_i2v,
-        folder,
-        {"num_layers": 3},
-        prompts=PROMPTS,
-        query="attn.to_q",
-        cases=[{"guidance": 1.0}, {"guidance": 6.0}],
-        unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
-        frames=[(4, 3, 5)],
-        comfyui=False,
-        guided={"guidance": 3.0},
-    )
+family = family_fixture(
+    "hunyuan15_i2v",
+    partial(of_clips, HunyuanVideo15I2V),
+    official_i2v,
+    {"num_layers": 3},
+    prompts=PROMPTS,
+    query="attn.to_q",
+    cases=[{"guidance": 1.0}, {"guidance": 6.0}],
+    unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
+    frames=[(4, 3, 5)],
+    comfyui=False,
+    guided={"guidance": 3.0},
+)
 
 
 def test_the_picture_reaches_the_network_by_its_latents_and_by_its_features(family):

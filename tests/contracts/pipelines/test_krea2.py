@@ -6,28 +6,24 @@ import torch
 from flowalign.types import plain_requests
 from pipelines.families.krea2 import DISTILLED_SHIFT, Krea2
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise, qwen_latents
+from tests.fixtures.families import noise, qwen_latents
 from tests.fixtures.image_families import official_krea2
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_images import build_krea2, new_krea2
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("krea2")
-    return family_of(
-        "krea2",
-        Krea2,
-        official_krea2,
-        folder,
-        {"num_attention_heads": 3},
-        latents=qwen_latents,
-        guided={"guidance": 3.0},
-        cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.5), (64, 32, 2.5)),
-    )
+family = family_fixture(
+    "krea2",
+    Krea2,
+    official_krea2,
+    {"num_attention_heads": 3},
+    latents=qwen_latents,
+    guided={"guidance": 3.0},
+    cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.5), (64, 32, 2.5)),
+)
 
 
 class TestKrea2(PictureContract):

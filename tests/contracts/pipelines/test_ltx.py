@@ -13,7 +13,6 @@ from tests.fixtures.clips import clips
 from tests.fixtures.families import (
     GOLDEN,
     PROMPTS,
-    Family,
     assert_official,
     assert_told_alike,
     called,
@@ -21,7 +20,7 @@ from tests.fixtures.families import (
     requests_for,
 )
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_video_others import build_ltx, of_clips
 
 pytestmark = pytest.mark.slow
@@ -54,21 +53,17 @@ def unpacked(policy, step):
     return tuple(step[name].mT.unflatten(2, policy.grid) for name in ("sample", "prediction"))
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("ltx")
-    return family_of(
-        "ltx",
-        partial(of_clips, LTX),
-        official_ltx,
-        folder,
-        {"num_attention_heads": 3, "cross_attention_dim": 24},
-        query="to_q",
-        guided={"guidance": 3.0},
-        cases=[{}, {"guidance": 3.0}],
-        step=unpacked,
-        frames=[(8, 1, 9), (10, 9, 17), (24, 17, 25)],
-    )
+family = family_fixture(
+    "ltx",
+    partial(of_clips, LTX),
+    official_ltx,
+    {"num_attention_heads": 3, "cross_attention_dim": 24},
+    query="to_q",
+    guided={"guidance": 3.0},
+    cases=[{}, {"guidance": 3.0}],
+    step=unpacked,
+    frames=[(8, 1, 9), (10, 9, 17), (24, 17, 25)],
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from pipelines.families.ltx2 import LTX2
 from pipelines.families.ltx2_guidance import BlockGradient, Streams
 from tests.fixtures.clips import clips
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_official, noise, ours
+from tests.fixtures.families import assert_official, noise, ours
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_ltx2 import call_ltx2, official_ltx2
 from tests.fixtures.tiny_video_others import of_clips
 
@@ -34,20 +34,16 @@ class TestLTX2(ClipContract):
     test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("ltx2")
-    return family_of(
-        "ltx2",
-        partial(of_clips, LTX2),
-        official_ltx2,
-        folder,
-        {"num_layers": 3},
-        query="attn1.to_q",
-        seeded=False,  # sound as well, see below
-        guided={"guidance": 3.0, "streams": ALL},
-        frames=[(8, 7, 9)],
-    )
+family = family_fixture(
+    "ltx2",
+    partial(of_clips, LTX2),
+    official_ltx2,
+    {"num_layers": 3},
+    query="attn1.to_q",
+    seeded=False,  # sound as well, see below
+    guided={"guidance": 3.0, "streams": ALL},
+    frames=[(8, 7, 9)],
+)
 
 
 def sound_of(policy, x):

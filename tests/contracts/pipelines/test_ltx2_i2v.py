@@ -14,14 +14,13 @@ from pipelines.parts.encoding import crop_reference
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     PROMPTS,
-    Family,
     assert_official,
     noise,
     picture_for,
     requests_for,
 )
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_ltx2 import official_ltx2_i2v
 from tests.fixtures.tiny_video_others import of_clips
 
@@ -42,19 +41,15 @@ class TestLTX2I2V(ClipContract):
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("ltx2_i2v")
-    return family_of(
-        "ltx2_i2v",
-        partial(of_clips, LTX2I2V),
-        official_ltx2_i2v,
-        folder,
-        {"num_layers": 3},
-        query="attn1.to_q",
-        guided={"guidance": 3.0, "streams": ALL},
-        frames=[(8, 7, 9)],
-    )
+family = family_fixture(
+    "ltx2_i2v",
+    partial(of_clips, LTX2I2V),
+    official_ltx2_i2v,
+    {"num_layers": 3},
+    query="attn1.to_q",
+    guided={"guidance": 3.0, "streams": ALL},
+    frames=[(8, 7, 9)],
+)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pipelines.families.ltx import LTXI2V
 from pipelines.parts.encoding import crop_reference
 from tests.fixtures.clips import official_steps
 from tests.fixtures.embedded import move
-from tests.fixtures.families import PROMPTS, Family, called, noise, picture_for, requests_for
+from tests.fixtures.families import PROMPTS, called, noise, picture_for, requests_for
 from tests.fixtures.policy_contract import ClipContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
@@ -45,20 +45,16 @@ def official_i2v(policy: LTXI2V, prompts, *run):
     )
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("ltx_i2v")
-    return family_of(
-        "ltx_i2v",
-        partial(of_clips, LTXI2V),
-        official_i2v,
-        folder,
-        {"num_attention_heads": 3, "cross_attention_dim": 24},
-        query="to_q",
-        guided={"guidance": 3.0},
-        cases=[{}, {"guidance": 3.0}],
-        frames=[(8, 1, 9)],
-    )
+family = family_fixture(
+    "ltx_i2v",
+    partial(of_clips, LTXI2V),
+    official_i2v,
+    {"num_attention_heads": 3, "cross_attention_dim": 24},
+    query="to_q",
+    guided={"guidance": 3.0},
+    cases=[{}, {"guidance": 3.0}],
+    frames=[(8, 1, 9)],
+)
 
 
 def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(family):

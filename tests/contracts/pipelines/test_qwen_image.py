@@ -5,28 +5,24 @@ import torch
 
 from flowalign.types import plain_requests
 from pipelines.families.qwen_image import QwenImage, restore_norm
-from tests.fixtures.families import Family, assert_official, noise, official_qwen, qwen_latents
+from tests.fixtures.families import assert_official, noise, official_qwen, qwen_latents
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_qwen_image import build_qwen
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("qwen_image")
-    return family_of(
-        "qwen_image",
-        QwenImage,
-        official_qwen,
-        folder,
-        {"num_attention_heads": 3},
-        latents=qwen_latents,
-        guided={"guidance": 3.0},
-        unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
-        cases=sizes("guidance", (48, 64, 4.0), (64, 32, 1.0), (16, 16, 2.5)),
-    )
+family = family_fixture(
+    "qwen_image",
+    QwenImage,
+    official_qwen,
+    {"num_attention_heads": 3},
+    latents=qwen_latents,
+    guided={"guidance": 3.0},
+    unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
+    cases=sizes("guidance", (48, 64, 4.0), (64, 32, 1.0), (16, 16, 2.5)),
+)
 
 
 class TestQwenImage(PictureContract):

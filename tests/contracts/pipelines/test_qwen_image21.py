@@ -8,31 +8,27 @@ from flowalign.types import plain_requests
 from pipelines.any_pipeline.any_flow import Call
 from pipelines.families.qwen_image import QwenImage21
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise
+from tests.fixtures.families import noise
 from tests.fixtures.image_families import official_qwen21, qwen21_latents
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_images import build_qwen21
 from tests.fixtures.twins import new_any
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("qwen_image21")
-    return family_of(
-        "qwen_image21",
-        QwenImage21,
-        official_qwen21,
-        folder,
-        {"num_attention_heads": 3},
-        latents=qwen21_latents,
-        seeded=False,
-        comfyui=False,
-        guided={"guidance": 3.0},
-        cases=sizes("guidance", (32, 64, 3.0), (64, 32, 1.0)),
-    )
+family = family_fixture(
+    "qwen_image21",
+    QwenImage21,
+    official_qwen21,
+    {"num_attention_heads": 3},
+    latents=qwen21_latents,
+    seeded=False,
+    comfyui=False,
+    guided={"guidance": 3.0},
+    cases=sizes("guidance", (32, 64, 3.0), (64, 32, 1.0)),
+)
 
 
 class TestQwenImage21(PictureContract):

@@ -9,7 +9,6 @@ from flowalign.types import Request
 from pipelines.families.qwen_image_edit import QwenImageEdit, References
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
-    Family,
     assert_official,
     noise,
     official_qwen_edit,
@@ -19,7 +18,7 @@ from tests.fixtures.families import (
 )
 from tests.fixtures.pictures import EDITS, picture
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import family_fixture
 
 pytestmark = pytest.mark.slow
 
@@ -27,19 +26,15 @@ SEVERAL = (EDITS[0], Request("put the first on the second", (picture(2), picture
 """Requests with one image, and with two images of different sizes."""
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("qwen_image_edit")
-    return family_of(
-        "qwen_image_edit",
-        QwenImageEdit,
-        official_qwen_edit,
-        folder,
-        {"num_attention_heads": 3, "zero_cond_t": True},
-        latents=qwen_latents,
-        guided={"guidance": 3.0},
-        unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
-    )
+family = family_fixture(
+    "qwen_image_edit",
+    QwenImageEdit,
+    official_qwen_edit,
+    {"num_attention_heads": 3, "zero_cond_t": True},
+    latents=qwen_latents,
+    guided={"guidance": 3.0},
+    unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
+)
 
 
 class TestQwenImageEdit(PictureContract):

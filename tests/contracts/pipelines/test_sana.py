@@ -10,31 +10,27 @@ from pipelines.any_pipeline.any_flow import Call
 from pipelines.families.sana import Sana
 from pipelines.network.weights import ATTENTION, Lora
 from tests.fixtures.embedded import move
-from tests.fixtures.families import PROMPTS, Family, noise
+from tests.fixtures.families import PROMPTS, noise
 from tests.fixtures.image_families import official_sana, sana_latents
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.twins import new_any
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("sana")
-    return family_of(
-        "sana",
-        Sana,
-        official_sana,
-        folder,
-        {"num_attention_heads": 3, "num_cross_attention_heads": 3, "cross_attention_dim": 12},
-        query="attn1.to_q",
-        latents=sana_latents,
-        exports=("diffusers", "merged"),  # and peft below
-        comfyui=False,
-        guided={"guidance": 3.0},
-        cases=sizes("guidance", (32, 64, 1.0), (32, 64, 4.5), (64, 32, 1.0)),
-    )
+family = family_fixture(
+    "sana",
+    Sana,
+    official_sana,
+    {"num_attention_heads": 3, "num_cross_attention_heads": 3, "cross_attention_dim": 12},
+    query="attn1.to_q",
+    latents=sana_latents,
+    exports=("diffusers", "merged"),  # and peft below
+    comfyui=False,
+    guided={"guidance": 3.0},
+    cases=sizes("guidance", (32, 64, 1.0), (32, 64, 4.5), (64, 32, 1.0)),
+)
 
 
 class TestSana(PictureContract):

@@ -34,8 +34,8 @@ def families(tmp_path_factory) -> dict[str, Family]:
     more = {"query": "attn2.to_q", "guided": {"guidance": 3.0}, "cases": [{}, {"guidance": 3.0}]}
     v = narrow | {"prediction_type": "v_prediction"}
     return {
-        "sd15": family_of("sd15", SD15, official_unet, root / "sd15", v, **more),
-        "sdxl": family_of("sdxl", SDXL, official_unet, root / "sdxl", narrow, seeded=False, **more),
+        "sd15": family_of(root / "sd15", "sd15", SD15, official_unet, v, **more),
+        "sdxl": family_of(root / "sdxl", "sdxl", SDXL, official_unet, narrow, seeded=False, **more),
     }
 
 

@@ -1,7 +1,6 @@
 """Wan satisfies the contract of policies, and is its official pipeline with whole times."""
 
 import json
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,14 +13,13 @@ from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     GOLDEN,
     PROMPTS,
-    Family,
     assert_official,
     assert_one_time_per_row,
     noise,
     requests_for,
 )
 from tests.fixtures.policy_contract import WanContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import wan_fixture
 from tests.fixtures.tiny_video import (
     RECORDED,
     assert_official_velocities,
@@ -30,7 +28,6 @@ from tests.fixtures.tiny_video import (
     build_wan22_5b,
     build_wan_i2v,
     new_video,
-    official_wan,
     tiny_video,
 )
 
@@ -47,13 +44,13 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {"2.1": build_wan(root / "wan"), "5b": build_wan22_5b(root / "5b")}
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("wan")
-    more = {"query": "attn1.to_q", "tolerance": 1e-5, "guided": {"guidance": 3.0}}
-    more |= {"frames": [(6, 5, 9), (12, 9, 13), (2, 1, 5), (0, 1, 5)]}
-    more |= {"cases": [{"width": 64}, {"width": 64, "guidance": 3.5}]}
-    return family_of("wan", partial(tiny_video, Wan), official_wan, folder, **more)
+family = wan_fixture(
+    "wan",
+    Wan,
+    guided={"guidance": 3.0},
+    frames=[(6, 5, 9), (12, 9, 13), (2, 1, 5), (0, 1, 5)],
+    cases=[{"width": 64}, {"width": 64, "guidance": 3.5}],
+)
 
 
 def new(folders, model, **changes):

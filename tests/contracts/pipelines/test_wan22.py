@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.fixtures.comfyui import merge
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     PROMPTS,
-    Family,
     assert_official,
     assert_one_time_per_row,
     assert_weights_come_back,
@@ -28,12 +26,11 @@ from tests.fixtures.families import (
     rows,
 )
 from tests.fixtures.policy_contract import WanContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import wan_fixture
 from tests.fixtures.tiny_video import (
     assert_official_velocities,
     build_wan,
     new_video,
-    official_wan,
     tiny_video,
 )
 
@@ -59,14 +56,16 @@ TRAINED = {"both": ("high", "low"), "high": ("high",), "low": ("low",)}
 PARTS = {"high": "transformer", "low": "transformer_2"}
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder, cls = tmp_path_factory.mktemp("wan22"), partial(tiny_video, Wan22)
-    more = {"query": "attn1.to_q", "tolerance": 1e-5, "frames": [(6, 5, 9)]}
-    more |= {"guided": {"guidance": 3.5, "experts": Experts(guidance_2=1.7)}}
-    guided = [(g, g2) for g in (1.0, 3.5) for g2 in (2.0, None)]
-    more["cases"] = [{"guidance": g, "experts": Experts(guidance_2=g2)} for g, g2 in guided]
-    return family_of("wan22", cls, official_wan, folder, **more)
+family = wan_fixture(
+    "wan22",
+    Wan22,
+    guided={"guidance": 3.5, "experts": Experts(guidance_2=1.7)},
+    cases=[
+        {"guidance": scale, "experts": Experts(guidance_2=second)}
+        for scale in (1.0, 3.5)
+        for second in (2.0, None)
+    ],
+)
 
 
 def new(family, **changes) -> Wan22:

@@ -10,7 +10,6 @@ from pipelines.families.wan_experts import Experts
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     PROMPTS,
-    Family,
     assert_independent_of_the_batch,
     assert_official,
     assert_one_time_per_row,
@@ -18,14 +17,13 @@ from tests.fixtures.families import (
     requests_for,
 )
 from tests.fixtures.policy_contract import WanContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import wan_fixture
 from tests.fixtures.tiny_video import (
     assert_official_velocities,
     build_wan22_5b,
     build_wan22_i2v,
     build_wan_i2v,
     new_video,
-    official_wan,
     official_wan_steps,
     tiny_video,
 )
@@ -54,14 +52,13 @@ class TestWanTI2V(WanContract):
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    """5B."""
-    folder, cls = tmp_path_factory.mktemp("wan22_i2v"), partial(tiny_video, WanTI2V)
-    tiny = build_wan22_5b, partial(new_video, WanTI2V, width=64)
-    more = {"query": "attn1.to_q", "tolerance": 1e-5, "guided": {"guidance": 3.5}}
-    more |= {"frames": [(6, 5, 9)], "cases": [{}, {"guidance": 3.5}]}
-    return family_of(tiny, cls, official_wan, folder, **more)
+family = wan_fixture(
+    (build_wan22_5b, partial(new_video, WanTI2V, width=64)),
+    WanTI2V,
+    guided={"guidance": 3.5},
+    cases=[{}, {"guidance": 3.5}],
+)
+"""5B."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Wan image-to-video satisfies the contract and equals its official pipeline."""
 
-from functools import partial
-
 import pytest
 import torch
 from PIL import Image
@@ -11,15 +9,14 @@ from flowalign.data.media_record import read_reference
 from flowalign.types import Request
 from pipelines.families.wan import WanI2V
 from pipelines.parts.encoding import crop_reference
-from tests.fixtures.families import PROMPTS, Family, noise, picture_for, requests_for
+from tests.fixtures.families import PROMPTS, noise, picture_for, requests_for
 from tests.fixtures.policy_contract import WanContract
-from tests.fixtures.tiny_families import family_of
+from tests.fixtures.tiny_families import wan_fixture
 from tests.fixtures.tiny_video import (
     assert_official_velocities,
     build_wan,
     build_wan_i2v,
     new_i2v,
-    official_wan,
     tiny_video,
 )
 
@@ -34,12 +31,7 @@ class TestWanI2V(WanContract):
     test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder, cls = tmp_path_factory.mktemp("wan_i2v"), partial(tiny_video, WanI2V)
-    more = {"query": "attn1.to_q", "tolerance": 1e-5, "guided": {"guidance": 3.0}}
-    more |= {"frames": [(6, 5, 9)], "cases": [{}, {"guidance": 3.5}]}
-    return family_of("wan_i2v", cls, official_wan, folder, **more)
+family = wan_fixture("wan_i2v", WanI2V, guided={"guidance": 3.0}, cases=[{}, {"guidance": 3.5}])
 
 
 def test_a_network_without_features_of_the_picture_is_its_official_pipeline(tmp_path):

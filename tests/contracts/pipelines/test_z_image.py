@@ -11,27 +11,23 @@ from torch import nn
 from flowalign.sampling.stepping import last_layers
 from flowalign.types import plain_requests
 from pipelines.families.z_image import ZImage
-from tests.fixtures.families import GOLDEN, Family, noise
+from tests.fixtures.families import GOLDEN, noise
 from tests.fixtures.image_families import official_z_image
 from tests.fixtures.policy_contract import PictureContract
-from tests.fixtures.tiny_families import family_of, sizes
+from tests.fixtures.tiny_families import family_fixture, sizes
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> Family:
-    folder = tmp_path_factory.mktemp("z_image")
-    return family_of(
-        "z_image",
-        ZImage,
-        official_z_image,
-        folder,
-        {"dim": 48, "n_heads": 3, "n_kv_heads": 3},
-        query="attention.to_q",
-        guided={"guidance": 3.0},
-        cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.0), (64, 32, 2.5)),
-    )
+family = family_fixture(
+    "z_image",
+    ZImage,
+    official_z_image,
+    {"dim": 48, "n_heads": 3, "n_kv_heads": 3},
+    query="attention.to_q",
+    guided={"guidance": 3.0},
+    cases=sizes("guidance", (48, 64, 1.0), (48, 64, 5.0), (64, 32, 2.5)),
+)
 
 
 class TestZImage(PictureContract):
