@@ -40,7 +40,6 @@ class TestSana(PictureContract):
     # gradient recorded: equal to 2e-6, below
     test_a_saved_adapter_gives_the_same_numbers_in_peft = None
     test_the_reference_of_an_adapter_is_the_base_model_however_far_it_has_moved = None
-    test_an_untouched_adapter_is_the_base_model = None
 
 
 def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_path):
