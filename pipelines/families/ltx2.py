@@ -55,12 +55,6 @@ class SoundCodec(LTXCodec, SoundDecoder):
     pipe: Any
     """Loaded pipeline, whose audio VAE and vocoder decode the sound."""
 
-    def divide(self, clip: tuple[int, ...], audio_vae: Mapping[str, Any]) -> Parts:
-        """Set and return the division of states into latents of a clip and of its sound."""
-        seconds = self.video.num_frames / self.video.fps
-        self.state_parts = Parts(clip, audio_shape(audio_vae, seconds))
-        return self.state_parts
-
     def clip_shape(self, latent_shape: Sequence[int]) -> Sequence[int]:  # noqa: ARG002
         return self.state_parts.video
 
@@ -109,11 +103,12 @@ class LTX2(LTXPolicy):
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         clip = super().shape_of_latents(transformer, vae)
-        audio_vae = self.folder.config("audio_vae")
-        self.state_parts = self.sound_codec.divide(clip, audio_vae)
-        self.modality_sizes = self.state_parts.sizes
+        seconds = self.video.num_frames / self.video.fps
+        parts = Parts(clip, audio_shape(self.folder.config("audio_vae"), seconds))
+        self.state_parts = self.sound_codec.state_parts = parts
+        self.modality_sizes = parts.sizes
         self.streams.check_blocks(transformer["num_layers"], self.path)
-        return (self.state_parts.size,)
+        return (parts.size,)
 
     def load(self, device: torch.device) -> None:
         super().load(device)

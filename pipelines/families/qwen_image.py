@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import SingleFrameCodec
 from pipelines.network.schedules import round_times
-from pipelines.network.weights import Lora
+from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.encoding import pad_text, pad_texts
 from pipelines.parts.evaluation import (
     evaluate_by_kind,
@@ -122,7 +122,7 @@ def restore_norm(v: Float[Tensor, "n tokens d"], guided: Tensor) -> Float[Tensor
     return guided * (v.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
-LORA = Lora(target_modules=("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"))
+LORA = Lora(target_modules=tuple(f"attn.{name}" for name in ATTENTION))
 """Default adapter: attention, which has one stream in this network."""
 
 

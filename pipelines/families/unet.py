@@ -10,12 +10,12 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.codec import Codec
 from pipelines.network.schedules import predict_flow, trailing_sigmas
-from pipelines.network.weights import Lora
+from pipelines.network.weights import ATTENTION, Lora
 from pipelines.parts.evaluation import grid_of, guide
 from pipelines.parts.folder import Config, check_channels
 from pipelines.policy import DiffusersPolicy, Precision
 
-LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
+LORA = Lora(rank=8, alpha=8, target_modules=ATTENTION)
 """Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO."""
 
 

@@ -4,6 +4,7 @@ Wan 2.1 and Wan 2.2 (5B) have one network. Wan 2.2 (A14B) has two, for high and 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, InputSpec, ModelPlan, PositiveInt, Request, prompts_of
 from pipelines.families.first_frame import FixedFirstFrame, check_text_length, encode_conditions
-from pipelines.families.wan_experts import Experts, join_experts, plan_experts
+from pipelines.families.wan_experts import Experts, join_experts
 from pipelines.network.schedules import has_whole_times
 from pipelines.network.weights import ATTENTION, Lora, Precision
 from pipelines.parts.encoding import stream_frames
@@ -83,15 +84,6 @@ class Wan(VideoPolicy):
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         if memory.tile:
             codec.refuse_decode_frames("with memory.tile Wan decodes all frames of a tile")
-
-    def divide(self, experts: Experts) -> None:
-        """Divide the noise levels between two networks."""
-        self.experts, self.network.trained = experts, experts.trained
-        self.network.assemble = partial(join_experts, self.folder, experts)
-
-    def plan(self) -> ModelPlan:
-        plan = super().plan()
-        return plan_experts(self.experts, plan) if self.experts else plan
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         channels, frames = vae["z_dim"], vae["scale_factor_temporal"]
@@ -215,7 +207,13 @@ class Wan22(Wan):
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
-        self.divide(experts)
+        self.experts, self.network.trained = experts, experts.trained
+        self.network.assemble = partial(join_experts, self.folder, experts)
+
+    def plan(self) -> ModelPlan:
+        one = super().plan()
+        trainable = len(self.network.trained) * one.trainable
+        return replace(one, parameters=2 * one.parameters, trainable=trainable, networks=2)
 
 
 class Wan22I2V(Wan22):

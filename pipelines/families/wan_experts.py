@@ -1,13 +1,13 @@
 """Divides noise levels between the two networks of Wan 2.2 (A14B)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import Guidance, ModelPlan, UnitInterval
+from flowalign.types import Guidance, UnitInterval
 from pipelines.parts.folder import Folder
 
 _NAMES = {"high": "transformer", "low": "transformer_2"}
@@ -76,9 +76,3 @@ def join_experts(folder: Folder, experts: Experts, components: Mapping[str, Any]
         ratio = folder.setting("boundary_ratio")
     boundary = ratio * components["scheduler"].config.num_train_timesteps
     return TwoNetworks(**{side: components[n] for side, n in _NAMES.items()}, boundary=boundary)
-
-
-def plan_experts(experts: Experts, one: ModelPlan) -> ModelPlan:
-    """Return the plan of both networks, given the plan of one network."""
-    trainable = len(experts.trained) * one.trainable
-    return replace(one, parameters=2 * one.parameters, trainable=trainable, networks=2)

@@ -116,8 +116,11 @@ def _find_problem(place: Path, library: str, kind: str, _files: object) -> str:
         return _describe_file(files, error)
     if "quantization_config" in config:
         return ""  # packed tensors
-    compare = _compare_diffusers if library == "diffusers" else _compare_transformers
-    absent, other = compare(cls, place, config, headers)
+    absent, other = (
+        _compare_diffusers(cls, config, headers)
+        if library == "diffusers"
+        else _compare_transformers(cls, place, headers)
+    )
     if absent:
         return f"{len(absent)} tensors are missing, for example {min(absent)}"
     return f"{len(other)} tensors have another shape, for example {min(other)}" if other else ""
@@ -146,11 +149,10 @@ def _describe_file(files: Collection[Path], error: Exception) -> str:
     return f"a safetensors file is damaged: {error}"
 
 
-Names = tuple[Collection[str], Collection[str]]
-"""Names of missing tensors, and of tensors with another shape."""
-
-
-def _compare_diffusers(cls: Any, _: Path, config: dict[str, Any], headers: dict[str, Any]) -> Names:
+def _compare_diffusers(
+    cls: Any, config: dict[str, Any], headers: dict[str, Any]
+) -> tuple[Collection[str], Collection[str]]:
+    """Return the names of missing tensors, and of tensors with another shape."""
     with torch.device("meta"):
         network = cls.from_config(config)
     network._fix_state_dict_keys_on_load(headers)  # names of attention layers in old files
@@ -160,8 +162,8 @@ def _compare_diffusers(cls: Any, _: Path, config: dict[str, Any], headers: dict[
 
 
 def _compare_transformers(
-    cls: Any, place: Path, _: dict[str, Any], headers: dict[str, Any]
-) -> Names:
+    cls: Any, place: Path, headers: dict[str, Any]
+) -> tuple[Collection[str], Collection[str]]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it would print a table
     _, about = cls.from_pretrained(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +66,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONE_FILE = "10TB"
 
 
-JOINT_ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-)
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""Names of attention layers in most diffusers transformers.
+
+Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2."""
+_OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+JOINT_ATTENTION = tuple(f"attn.{name}" for name in (*ATTENTION, *_OF_TEXT))
 """Attention layers of two-stream transformers. Source: Flow-GRPO's SD3 configuration."""
 
 
@@ -93,12 +89,6 @@ class Lora:
         if self.target_modules is not None:
             return self
         return replace(self, target_modules=default.target_modules)
-
-
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-"""Names of attention layers in most diffusers transformers.
-
-Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2."""
 
 
 def load_pipeline(
@@ -127,16 +117,14 @@ def load_pipeline(
         return _freeze(folder.loaded.pipe)
     settings: dict[str, Any] = {"dtype": dtype, **folder.skipped, **components}
     if quantizers:
-        mapping = dict(quantizers)
-        settings["quantization_config"] = diffusers.PipelineQuantizationConfig(
-            quant_mapping=mapping
-        )
+        config = diffusers.PipelineQuantizationConfig(quant_mapping=dict(quantizers))
+        settings["quantization_config"] = config
     if not Path(folder.path).exists():
         folder.file(INDEX)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), loading_context(folder, settings):
-        if streams(device, quantizers):
+        if device and device.type not in ("cpu", "meta") and not quantizers:  # read to the device
             names = [name for name in in_main_memory if name not in settings]
             settings |= {name: folder.read(name, dtype=dtype) for name in names}
             settings["device_map"] = device.type
@@ -158,13 +146,6 @@ def _freeze(pipe: Any, without: Collection[str] = ()) -> Any:
     for _, part in _modules(pipe, without):
         part.eval().requires_grad_(False)
     return pipe
-
-
-def streams(
-    device: torch.device | None, quantizers: Mapping[str, Any] | None
-) -> TypeGuard[torch.device]:
-    """Return whether `load_pipeline` reads weights directly to this device."""
-    return device is not None and device.type not in ("cpu", "meta") and not quantizers
 
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
