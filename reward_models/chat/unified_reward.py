@@ -10,9 +10,9 @@ Source: UnifiedReward, arXiv:2503.05236; -Think, arXiv:2505.03318.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -157,10 +157,59 @@ _PAIR_FORMS = {
         "unified_reward_flex", ("overall", "semantic", "quality", "aesthetics"), parse_report
     ),
 }
+_EDIT_FORMS = {
+    "rank": _PairForm(
+        "unified_reward_edit_rank", ("overall",), lambda t: [parse_better(t)], "image"
+    ),
+    "score": _PairForm(
+        "unified_reward_edit_score", ("overall",), lambda t: [parse_higher(t)], "image"
+    ),
+}
 
 
 @dataclass(eq=False, repr=False)
-class UnifiedRewardPair(PairJudge):
+class _FormJudge(PairJudge):
+    """Judge of pairs that asks in one of several forms."""
+
+    forms: ClassVar[Mapping[str, _PairForm]]
+    slots = ("prompt", "first", "second")
+    form: Any
+    frames = 1
+
+    @override
+    def read_wording(self) -> Template:
+        return read_template(self.template or self.forms[self.form].template, self.slots)
+
+    @override
+    def declare(self) -> RewardSpec:
+        form = self.forms[self.form]
+        return RewardSpec(
+            name=form.template,
+            dims=form.dims,
+            modality=form.modality,
+            scale=(0.0, 1.0),
+            licence="MIT",
+            needs=("prompt", "references") if "references" in self.slots else ("prompt",),
+        )
+
+    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
+        """Return one conversation with both samples, preceded by the source of edits."""
+        choose = self.forms[self.form].choose
+        shown = {
+            "first": encode_frames(first, self.frames, choose),
+            "second": encode_frames(second, self.frames, choose),
+        }
+        if "references" in self.slots:
+            shown["references"] = encode_source(first)
+        return [self.wording.render(prompt=first.prompts[0], **shown)]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """Return the result of the first sample in each dimension."""
+        return self.forms[self.form].read(answers[0].text)
+
+
+@dataclass(eq=False, repr=False)
+class UnifiedRewardPair(_FormJudge):
     """Compares two images, or two videos (as frames), by how well they fit the prompt.
 
     | form | UnifiedReward | dimensions |
@@ -175,37 +224,11 @@ class UnifiedRewardPair(PairJudge):
     form: Literal["plain", "think", "think_image", "think_video", "score", "flex"] = "plain"
     frames: PositiveInt = 8
     sampling: Sampling = field(default=_PAIR, kw_only=True)
-
-    @override
-    def read_wording(self) -> Template:
-        usual = _PAIR_FORMS[self.form].template
-        return read_template(self.template or usual, ("prompt", "first", "second"))
-
-    @override
-    def declare(self) -> RewardSpec:
-        form = _PAIR_FORMS[self.form]
-        return RewardSpec(
-            name=form.template,
-            dims=form.dims,
-            modality=form.modality,
-            scale=(0.0, 1.0),
-            licence="MIT",
-            needs=("prompt",),
-        )
-
-    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Return one conversation with both samples."""
-        choose = _PAIR_FORMS[self.form].choose
-        one, two = (encode_frames(x, self.frames, choose) for x in (first, second))
-        return [self.wording.render(prompt=first.prompts[0], first=one, second=two)]
-
-    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the result of the first sample in each dimension."""
-        return _PAIR_FORMS[self.form].read(answers[0].text)
+    forms = _PAIR_FORMS
 
 
 @dataclass(eq=False, repr=False)
-class UnifiedRewardEdit(PairJudge):
+class UnifiedRewardEdit(_FormJudge):
     """Compares two edits of a source (the first reference) by how well they follow the instruction.
 
     `rank` asks UnifiedReward-Edit for a verdict; `score` asks for a score of each edit, and the
@@ -215,35 +238,4 @@ class UnifiedRewardEdit(PairJudge):
 
     form: Literal["rank", "score"] = "rank"
     sampling: Sampling = field(default=_PAIR, kw_only=True)
-
-    @override
-    def read_wording(self) -> Template:
-        slots = ("prompt", "references", "first", "second")
-        return read_template(self.template or f"unified_reward_edit_{self.form}", slots)
-
-    @override
-    def declare(self) -> RewardSpec:
-        return RewardSpec(
-            name=f"unified_reward_edit_{self.form}",
-            dims=("overall",),
-            modality="image",
-            scale=(0.0, 1.0),
-            licence="MIT",
-            needs=("prompt", "references"),
-        )
-
-    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """Return one conversation with the source and both edits."""
-        return [
-            self.wording.render(
-                prompt=first.prompts[0],
-                references=encode_source(first),
-                first=encode_frames(first),
-                second=encode_frames(second),
-            )
-        ]
-
-    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the winner."""
-        text = answers[0].text
-        return [parse_higher(text) if self.form == "score" else parse_better(text)]
+    forms, slots = _EDIT_FORMS, ("prompt", "references", "first", "second")

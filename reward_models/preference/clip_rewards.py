@@ -194,14 +194,6 @@ def build_linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> Lin
     return head
 
 
-class AestheticNetwork(nn.Module):
-    """Image tower and head."""
-
-    def __init__(self, towers: Towers, head: LinearStack):
-        super().__init__()
-        self.towers, self.head = towers, head
-
-
 @dataclass(eq=False, repr=False)
 class Aesthetic(NetworkReward):
     """Predicts the aesthetic rating of an image, about 1 to 10; a video scores its frames' mean.
@@ -211,7 +203,6 @@ class Aesthetic(NetworkReward):
     (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
     """
 
-    network: AestheticNetwork = field(init=False)
     head: str = "trl-lib/ddpo-aesthetic-predictor"
     head_file: str = "aesthetic-model.pth"
     clip: str = "openai/clip-vit-large-patch14"
@@ -228,13 +219,13 @@ class Aesthetic(NetworkReward):
             version=" ".join(map(fingerprint_of, parts)),
         )
 
-    def read(self) -> AestheticNetwork:
+    def read(self) -> nn.Module:
         """Read the head and the image tower (with the text tower, which is not used)."""
         path = find_file(self.head, self.head_file)
         head = build_linear_stack(read_tensors(path), path)
-        return AestheticNetwork(read_towers(self.clip, self.pretrained), head)
+        return nn.ModuleDict({"towers": read_towers(self.clip, self.pretrained), "head": head})
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Return head(embedding / |embedding|), averaged over frames."""
-        embedded = self.network.towers.images(batch.media.flatten(0, 1), self.batch_size)
-        return average_over_frames(batch.media, self.network.head(embedded)[:, 0])[:, None]
+        embedded = self.network["towers"].images(batch.media.flatten(0, 1), self.batch_size)
+        return average_over_frames(batch.media, self.network["head"](embedded)[:, 0])[:, None]
