@@ -4,7 +4,7 @@ Published models were trained on images that PIL resized in 8 bits. `quantised=T
 this: values are rounded to 8 bits where PIL rounds them, with a straight-through gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -126,6 +126,15 @@ def average_over_frames(media: Float[Tensor, "n F 3 h w"], scores: Float[Tensor,
 def evenly(num_frames: int, n: int) -> list[int]:
     """Return n evenly spaced frames including first and last; if n is larger, some repeat."""
     return torch.linspace(0, num_frames - 1, n).round().long().tolist()
+
+
+def sample_frames(
+    video: Float[Tensor, "F 3 h w"],
+    most: int,
+    choose: Callable[[int, int], list[int]] = evenly,
+) -> Float[Tensor, "f 3 h w"]:
+    """Return at most `most` frames of a video; by default evenly spaced ones."""
+    return video[choose(len(video), min(most, len(video)))]
 
 
 def at_rate(

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch
 from flowalign.utils.files import bundled
 from flowalign.utils.hub import file_of
-from reward_models.backbones.pixels import evenly
+from reward_models.backbones.pixels import evenly, sample_frames
 from reward_models.backbones.reward_bases import to_uint8
 
 _FOLDER = Path(__file__).parent / "prompts"
@@ -141,8 +141,7 @@ def encode_frames(
     sample: MediaBatch, most: int = 1, choose: Callable[[int, int], list[int]] = evenly
 ) -> list[str]:
     """Encode at most `most` frames of a batch of one; by default evenly spaced frames."""
-    video = sample.media[0].detach()
-    return encode_images(video[choose(len(video), min(most, len(video)))])
+    return encode_images(sample_frames(sample.media[0].detach(), most, choose))
 
 
 def encode_source(sample: MediaBatch) -> list[str]:

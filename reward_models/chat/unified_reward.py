@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import override
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
-from reward_models.backbones.pixels import evenly, parts, resize
+from reward_models.backbones.pixels import evenly, parts, resize, sample_frames
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge import ChatJudge, Sampling
 from reward_models.chat.pair_judges import PairJudge
@@ -102,8 +102,7 @@ class UnifiedRewardPoint(ChatJudge):
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the image, or with frames of the video."""
-        frames = sample.media[0].detach()
-        frames = frames[parts(len(frames), min(self.frames, len(frames)))]
+        frames = sample_frames(sample.media[0].detach(), self.frames, parts)
         if self.squash:
             frames = resize(frames, self.squash, self.squash, quantised=True)
         return [self.wording.render(prompt=sample.prompts[0], media=encode_images(frames))]

@@ -86,7 +86,8 @@ class GenEval(Composed, RuleReward):
             self.detector.detect(sample.media[0, 0]), threshold, self.max_objects
         )
         exact_match, dense = grade(include, exclude, found)
-        scores = (exact_match, float(is_correct(include, exclude, found)), dense)
+        correct, _ = grade(include, exclude, found, surplus=True)
+        scores = (exact_match, correct, dense)
         return scores, {"found": {label: len(objects) for label, objects in found.items()}}
 
 
@@ -126,24 +127,13 @@ def find_relations(a: Detection, b: Detection) -> set[str]:
     return {name for name, step in steps if step / math.hypot(*offsets) > 0.5}
 
 
-def is_correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:
-    """Apply GenEval's own rule: enough objects, and the ones with the highest scores must match."""
-    matched: list[Sequence[Detection] | None] = []
-    for clause in include:
-        objects = found.get(clause.label, ())[: clause.count]
-        fits = (
-            len(objects) == clause.count
-            and _count_coloured(clause, objects) == clause.count
-            and _is_placed(clause, objects, matched)
-        )
-        matched.append(objects if fits else None)
-    return None not in matched and not _shows_excluded(exclude, found)
-
-
 def grade(
-    include: Sequence[Clause], exclude: Sequence[Clause], found: Found
+    include: Sequence[Clause], exclude: Sequence[Clause], found: Found, surplus: bool = False
 ) -> tuple[float, float]:
     """Return (exact_match, dense): exact match, and the mean over all checks.
+
+    With `surplus`, GenEval's own rule, surplus objects of a requested class are ignored: the ones
+    with the highest scores must match.
 
     Checks of `dense`: 1 - |found - asked| / asked for every count; the same for colours if the
     count is right; 0 or 1 for a relation if count and colours are right; one 0 for a colour or
@@ -153,7 +143,7 @@ def grade(
     matched: list[Sequence[Detection] | None] = []
     parts: list[float] = []
     for clause in include:
-        objects = found.get(clause.label, ())
+        objects = found.get(clause.label, ())[: clause.count if surplus else None]
         parts.append(_closeness(len(objects), clause.count))
         fits = len(objects) == clause.count
         if not fits and (clause.colour or clause.relation):

@@ -24,7 +24,7 @@ from flowalign.types import (
     UnitInterval,
 )
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.pixels import evenly
+from reward_models.backbones.pixels import sample_frames
 from reward_models.backbones.reward_bases import (
     Composed,
     RuleReward,
@@ -137,8 +137,7 @@ class OCR(Composed, RuleReward):
     def judge(self, sample: MediaBatch) -> Verdict:
         """Read the frames and compare; the extras hold the target and the text that was read."""
         target = find_target(sample.prompts[0], metadata_of(sample))
-        count = sample.media.shape[1]
-        frames = sample.media[0, evenly(count, min(self.num_frames, count))]
+        frames = sample_frames(sample.media[0], self.num_frames)
         readings = ["".join(self.reader.read(picture)) for picture in to_uint8(frames)]
         scores = [
             self.rule(normalise_text(target), normalise_text(reading)) for reading in readings

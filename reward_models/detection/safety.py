@@ -5,7 +5,7 @@ from typing import Any
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.imports import import_optional
-from reward_models.backbones.pixels import evenly
+from reward_models.backbones.pixels import sample_frames
 from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
 
 _PRIVATE = ("ANUS", "BUTTOCKS", "FEMALE_BREAST", "FEMALE_GENITALIA")
@@ -50,8 +50,7 @@ class NudeNet(RuleReward, Loadable):
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect in every frame; the extras hold the highest score per class for each frame."""
         self.load()
-        count = sample.media.shape[1]
-        frames = sample.media[0, evenly(count, min(self.num_frames, count))]
+        frames = sample_frames(sample.media[0], self.num_frames)
         found = [self._findings(picture) for picture in to_uint8(frames)]
         worst = max((f.get(c, 0.0) for f in found for c in self.unsafe), default=0.0)
         return (1 - worst,), {"found": found}

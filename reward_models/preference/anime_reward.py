@@ -21,7 +21,7 @@ from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.backbones.checkpoints import fingerprint_of, read_tokenizer, read_transformers
 from reward_models.backbones.clip_towers import Preprocessing
 from reward_models.backbones.libraries import transformers
-from reward_models.backbones.pixels import evenly
+from reward_models.backbones.pixels import sample_frames
 from reward_models.backbones.reward_bases import NetworkReward
 
 DIMS = ("text_video_consist", "img_video_consist")
@@ -74,9 +74,7 @@ class AnimeReward(NetworkReward):
         return torch.stack([self._rated(batch.take([i])) for i in range(len(batch))])
 
     def _rated(self, sample: MediaBatch) -> Float[Tensor, "R"]:
-        total = min(sample.media.shape[1], FIRST)
-        frames = sample.media[0, evenly(total, min(self.frames, total))]
-        seen = self._seen(frames)
+        seen = self._seen(sample_frames(sample.media[0, :FIRST], self.frames))
         scores = {}
         if DIMS[0] in self.spec.dims:
             scores[DIMS[0]] = self._matches(seen, sample.prompts[0])

@@ -27,7 +27,6 @@ from reward_models.detection.geneval import (
     GenEval,
     find_relations,
     grade,
-    is_correct,
     parse_clauses,
     select_detections,
 )
@@ -63,7 +62,7 @@ def judged(case) -> tuple[float, float, float]:
     found = select_detections(detections(case), threshold, 16)
     assert {label: len(objects) for label, objects in found.items()} == case["kept"]
     strict, dense = grade(include, exclude, found)
-    return strict, float(is_correct(include, exclude, found)), dense
+    return strict, grade(include, exclude, found, surplus=True)[0], dense
 
 
 def test_the_rules_are_those_of_the_reference_but_for_its_bonus_for_a_wrong_place():
@@ -114,20 +113,19 @@ def test_the_original_rule_looks_at_the_surest_and_the_strict_one_at_all():
     found = select_detections(
         [at(0, 0, score=0.9, colour="red"), at(50, 0, score=0.8, colour="blue")], 0.3, 16
     )
-    assert is_correct(red, [], found)
+    assert grade(red, [], found, surplus=True)[0] == 1
     assert grade(red, [], found) == (0, 0)
     swapped = select_detections(
         [at(0, 0, score=0.8, colour="red"), at(9, 0, score=0.9, colour="blue")], 0.3, 16
     )
-    assert not is_correct(red, [], swapped)
+    assert grade(red, [], swapped, surplus=True)[0] == 0
 
 
 def test_what_is_excluded_must_be_absent_from_both_rules():
     found = select_detections([at(0, 0), at(30, 0, "dog")], 0.3, 16)
-    for rule in (is_correct, lambda *args: grade(*args)[0] == 1):
-        assert rule([Clause("cat", 1)], [], found)
-        assert not rule([Clause("cat", 1)], [Clause("dog", 1)], found)
-        assert rule([Clause("cat", 1)], [Clause("dog", 2)], found)
+    for surplus in (True, False):
+        for exclude, expected in (([], 1), ([Clause("dog", 1)], 0), ([Clause("dog", 2)], 1)):
+            assert grade([Clause("cat", 1)], exclude, found, surplus)[0] == expected
 
 
 @pytest.mark.parametrize(
