@@ -14,7 +14,7 @@ import httpx2
 from anyio.from_thread import start_blocking_portal
 
 from flowalign.rewards.reward_client import read_retry_after
-from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
+from flowalign.types import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.files import parse_json
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
@@ -74,7 +74,7 @@ class ChatAnswer:
     Several of these may have the same text."""
 
 
-class ChatClient(Loadable):
+class ChatClient:
     """Sends requests to one server from a thread with a separate event loop; cheap to construct."""
 
     def __init__(self, server: Server):

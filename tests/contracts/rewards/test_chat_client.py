@@ -13,7 +13,7 @@ from flowalign.rewards.reward_client import read_retry_after
 from reward_models.chat import guards
 from reward_models.chat.chat_client import ChatClient, Server
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
-from tests.fixtures.chat_server import MODEL, ChatServer, Reply
+from tests.fixtures.chat_server import MODEL, Reply
 
 pytestmark = pytest.mark.slow
 
@@ -64,17 +64,9 @@ def said(request):
 
 
 @pytest.fixture
-def serve():
-    """Start servers that are gone after the test."""
-    running = []
-
-    def start(answer, **settings):
-        running.append(ChatServer(answer, **settings).__enter__())
-        return running[-1]
-
-    yield start
-    for chat in running:
-        chat.die()
+def serve(start_server):
+    """Return servers themselves, not the settings of their clients."""
+    return start_server
 
 
 def test_an_answer_comes_with_its_tokens_and_the_request_with_its_parameters(serve):

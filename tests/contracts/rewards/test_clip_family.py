@@ -29,7 +29,7 @@ from reward_models.preference.clip_rewards import (
     build_linear_stack,
 )
 from reward_models.preference.image_reward import ImageReward
-from tests.fixtures.golden import GOLDEN
+from tests.fixtures.golden import GOLDEN, recorded_picture
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 PICK, HPS, HEAD = (str(GOLDEN / f"H_{name}") for name in ("pickscore", "hpsv2", "aesthetic"))
@@ -43,10 +43,6 @@ PICK_IO, HPS_IO, HEAD_IO = (
 
 def prompts(name):
     return json.loads((GOLDEN / f"H_{name}_io.json").read_text())["values"]["prompts"]
-
-
-def picture(recorded, i):
-    return recorded[f"image{i}"].permute(2, 0, 1)[None, None].float() / 255
 
 
 def build(kind):
@@ -87,7 +83,7 @@ def test_the_contract_of_rewards_holds(kind):
 
 @pytest.mark.parametrize("i", range(4))
 def test_pickscore_is_that_of_the_original_code(pickscore, i):
-    batch = MediaBatch(picture(PICK_IO, i), [prompts("pickscore")[i]])
+    batch = MediaBatch(recorded_picture(PICK_IO, i), [prompts("pickscore")[i]])
     raw, divided = (float(PICK_IO[name][i]) for name in ("scores_raw", "scores_div26"))
     assert pickscore.score(batch).values[0, 0] == pytest.approx(raw, rel=2e-5)
     model = PickScore(PICK, PICK, "divided by 26", device="cpu")
@@ -97,7 +93,7 @@ def test_pickscore_is_that_of_the_original_code(pickscore, i):
 
 def test_pickscore_sees_the_pixels_of_the_original_to_the_bit(pickscore):
     for i in range(4):
-        pixels = pickscore.network.preprocessing(picture(PICK_IO, i)[0])
+        pixels = pickscore.network.preprocessing(recorded_picture(PICK_IO, i)[0])
         torch.testing.assert_close(pixels[0], PICK_IO["pixel_values"][i], rtol=0, atol=1e-6)
 
 
@@ -116,20 +112,20 @@ def test_clip_score_is_pickscore_without_its_factor(pickscore):
 @pytest.mark.parametrize("i", range(4))
 @pytest.mark.parametrize("p", range(2))
 def test_hpsv2_is_that_of_the_original_code(hpsv2, p, i):
-    score = hpsv2.score(MediaBatch(picture(HPS_IO, i), [prompts("hpsv2")[p]])).values[0, 0]
+    score = hpsv2.score(MediaBatch(recorded_picture(HPS_IO, i), [prompts("hpsv2")[p]])).values[0, 0]
     assert score == pytest.approx(float(HPS_IO["scores"][p, i]), abs=1e-5)
 
 
 def test_hpsv2_pads_the_longest_side_with_black_before_it_normalises(hpsv2):
     for i in range(4):
-        pixels = hpsv2.network.preprocessing(picture(HPS_IO, i)[0])[0]
+        pixels = hpsv2.network.preprocessing(recorded_picture(HPS_IO, i)[0])[0]
         torch.testing.assert_close(pixels[:, ::3, ::3], HPS_IO[f"pre{i}_every3"], rtol=0, atol=1e-4)
         rows = pixels.double().sum(2)
         torch.testing.assert_close(rows, HPS_IO[f"pre{i}_rowsum"], rtol=1e-5, atol=1e-3)
 
 
 def test_clip_score_on_the_same_weights_crops_instead(hpsv2):
-    batch = MediaBatch(picture(HPS_IO, 0), [prompts("hpsv2")[0]])
+    batch = MediaBatch(recorded_picture(HPS_IO, 0), [prompts("hpsv2")[0]])
     cropped, padded = build("clip_score open_clip").score(batch), hpsv2.score(batch)
     assert (cropped.values - padded.values).abs() > 1e-3
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.detection import Detection, Detector, TransformersDetector
+from reward_models.backbones.detection import Detection, TransformersDetector
 from reward_models.backbones.reward_bases import Unscorable
 from reward_models.detection.counting import Counting, SoftCounting, shortfall
 from reward_models.detection.geneval import (
@@ -32,6 +32,7 @@ from reward_models.detection.geneval import (
 )
 from reward_models.verifiers.shapes import parse_prompt
 from reward_models.verifiers.truth import ShapesDetector
+from tests.fixtures.fake_judge import FakeDetector
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.reward_contract import (
     check_contract,
@@ -144,23 +145,6 @@ def test_metadata_that_breaks_the_schema_cannot_be_scored(include):
         parse_clauses({"include": include}, "include")
 
 
-class Told(Detector):
-    """Detector with fixed findings: the level of the top left pixel is an index into `findings`."""
-
-    version, names_colours = "told", True
-
-    def __init__(self, *findings: list[Detection]):
-        self.findings = findings
-
-    def load(self) -> None: ...
-
-    def classes(self):
-        return frozenset({"cat", "dog"})
-
-    def detect(self, picture):
-        return self.findings[round(picture[0, 0, 0].item() * 255)]
-
-
 def marked(*levels: int) -> torch.Tensor:
     return (torch.tensor(levels) / 255)[:, None, None, None, None].expand(-1, 1, 3, 6, 9).clone()
 
@@ -170,7 +154,7 @@ TWO_CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
 
 def test_counting_asks_for_more_certainty():
     sure, unsure = [at(0, 0, score=0.95), at(50, 0, score=0.95)], [at(0, 0), at(50, 0)]
-    model = GenEval(Told(sure, unsure))
+    model = GenEval(FakeDetector(sure, unsure))
     other = TWO_CATS | {"tag": "single_object"}
     output = model.score(MediaBatch(marked(0, 1, 1), [""] * 3, [TWO_CATS, TWO_CATS, other]))
     assert output.values.tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
@@ -178,7 +162,7 @@ def test_counting_asks_for_more_certainty():
 
 
 def test_the_rewards_keep_the_contract():
-    told = Told(*([at(30 * k, 0, score=0.95) for k in range(n)] for n in range(5)))
+    told = FakeDetector(*([at(30 * k, 0, score=0.95) for k in range(n)] for n in range(5)))
     batch = MediaBatch(marked(1, 2, 3, 4), [""] * 4, [TWO_CATS] * 4)
     check_contract(GenEval(told), batch)
     check_contract(Counting(told), batch)
@@ -200,23 +184,23 @@ def test_settings_with_which_nothing_is_found_are_refused():
     for wrong in ({"threshold": 1.0}, {"max_objects": 0}):
         for model in (GenEval, Counting):
             with pytest.raises(ValueError, match=f"{next(iter(wrong))} of {model.__name__} is"):
-                model(Told(), **wrong)
+                model(FakeDetector(), **wrong)
     with pytest.raises(ValueError, match=r"counting_threshold of GenEval is 30\.0"):
-        GenEval(Told(), counting_threshold=30.0)
+        GenEval(FakeDetector(), counting_threshold=30.0)
 
 
 def test_a_dense_score_far_below_zero_is_within_the_scale():
     many = [at(30 * k, 0, score=0.95) for k in range(40)]
-    model = GenEval(Told(many))
+    model = GenEval(FakeDetector(many))
     one = {"tag": "counting", "include": [{"class": "cat", "count": 1}]}
     value = model.score(MediaBatch(marked(0), [""], [one])).values[0, 2]
     assert value == model.spec.scale[0] == -14
-    counted = Counting(Told(many)).score(MediaBatch(marked(0), [""], [one]))
+    counted = Counting(FakeDetector(many)).score(MediaBatch(marked(0), [""], [one]))
     assert counted.values.tolist() == [[0, 0]]
 
 
 def test_what_the_detector_cannot_see_makes_a_row_invalid_and_no_other():
-    told = Told([at(0, 0)])
+    told = FakeDetector([at(0, 0)])
     metadata = [{"include": [{"class": "car"}]}, {"include": [{"class": "cat"}]}, {}]
     for model in (GenEval(told), Counting(told, threshold=0.1)):
         output = model.score(MediaBatch(marked(0, 0, 0), [""] * 3, metadata))

@@ -13,7 +13,7 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import resize
 from reward_models.preference import hpsv3
 from reward_models.preference.hpsv3 import HPSv3
-from tests.fixtures.golden import GOLDEN, load
+from tests.fixtures.golden import GOLDEN, check_chats, load, recorded_picture
 from tests.fixtures.reward_contract import (
     check_contract,
     check_fingerprints,
@@ -41,8 +41,7 @@ def model():
 
 
 def recorded(i, prompt=None):
-    picture = RECORDED[f"image{i}"].permute(2, 0, 1)[None, None].float() / 255
-    return MediaBatch(picture, [prompt or PROMPTS[i]])
+    return MediaBatch(recorded_picture(RECORDED, i), [prompt or PROMPTS[i]])
 
 
 def outputs(model, i):
@@ -58,13 +57,7 @@ def test_mean_and_uncertainty_are_those_of_the_original(model, i):
 
 def test_tokens_and_pixels_are_those_of_the_original(model):
     chats = [model._chat(recorded(i), 0) for i in range(3)]
-    for i, chat in enumerate(chats):
-        length = int(RECORDED["attention_mask"][i].sum())
-        assert chat.ids == RECORDED["input_ids"][i, :length].tolist()
-        assert list(chat.grids[0]) == RECORDED["image_grid_thw"][i].tolist()
-    torch.testing.assert_close(chats[0].patches[:8], RECORDED["pixel_head"], atol=1e-6, rtol=0)
-    total = sum(chat.patches.double().sum(0) for chat in chats)
-    torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)
+    check_chats(chats, RECORDED, "image_grid_thw")
 
 
 def test_what_every_reward_promises(monkeypatch):

@@ -12,16 +12,12 @@ from safetensors.torch import load_file
 from flowalign.types import MediaBatch
 from reward_models.backbones.checkpoints import on_meta_device, rename_tensors
 from reward_models.preference.image_reward import RENAMES, SIZES, ImageReward, ImageRewardNetwork
-from tests.fixtures.golden import GOLDEN
+from tests.fixtures.golden import GOLDEN, recorded_picture
 from tests.fixtures.reward_contract import check_fingerprints, check_keys
 
 FOLDER = GOLDEN / "H_imagereward"
 RECORDED = load_file(GOLDEN / "H_imagereward_io.safetensors")
 PROMPTS = json.loads((GOLDEN / "H_imagereward_io.json").read_text())["values"]["prompts"]
-
-
-def picture(i):
-    return RECORDED[f"image{i}"].permute(2, 0, 1)[None, None].float() / 255
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +43,20 @@ def rewritten(folder, change):
 @pytest.mark.parametrize("i", range(4))
 @pytest.mark.parametrize("p", range(2))
 def test_scores_are_those_of_the_original_code(model, p, i):
-    score = model.score(MediaBatch(picture(i), [PROMPTS[p]])).values[0, 0]
+    score = model.score(MediaBatch(recorded_picture(RECORDED, i), [PROMPTS[p]])).values[0, 0]
     assert float(score) == pytest.approx(float(RECORDED["scores"][p, i]), abs=2e-5)
 
 
 def test_the_differentiable_path_gives_the_recorded_scores_too(model):
     for i in range(4):
-        media = picture(i).requires_grad_()
+        media = recorded_picture(RECORDED, i).requires_grad_()
         score = model.score(MediaBatch(media, [PROMPTS[0]])).values[0, 0]
         assert score.requires_grad
         assert score.item() == pytest.approx(float(RECORDED["score_gard"][i]), abs=2e-5)
 
 
 def test_a_long_prompt_is_cut_where_the_original_cuts_it(model):
-    score = model.score(MediaBatch(picture(0), ["the cat " * 40])).values[0, 0]
+    score = model.score(MediaBatch(recorded_picture(RECORDED, 0), ["the cat " * 40])).values[0, 0]
     assert float(score) == pytest.approx(float(RECORDED["long_prompt_score"]), abs=2e-5)
 
 
@@ -79,7 +75,7 @@ def test_contrastive_projections_and_positions_may_be_there_or_not(folder, model
             del tensors[key]
         del tensors["blip.text_encoder.embeddings.position_ids"]
 
-    batch = MediaBatch(picture(0), [PROMPTS[1]])
+    batch = MediaBatch(recorded_picture(RECORDED, 0), [PROMPTS[1]])
     assert torch.equal(rewritten(folder, drop).score(batch).values, model.score(batch).values)
 
 

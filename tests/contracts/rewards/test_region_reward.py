@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from reward_models.backbones.detection import Detection, Detector
+from reward_models.backbones.detection import Detection
 from reward_models.detection.region_reward import LAYOUT, REGION, RegionReward, paint_rewards
 from reward_models.verifiers.truth import ShapesDetector
-from tests.fixtures.fake_judge import FakeJudge
+from tests.fixtures.fake_judge import FakeDetector, FakeJudge
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 FOUND = [
@@ -17,25 +17,6 @@ FOUND = [
     Detection("dog", 0.9, (1.0, 0.0, 4.0, 2.0)),
     Detection("cup", 0.2, (0.0, 0.0, 4.0, 3.0)),
 ]
-
-
-class Told(Detector):
-    """Detector with the same findings for every image."""
-
-    version = "told"
-    names_colours = False
-
-    def __init__(self, found):
-        self.found = found
-
-    def load(self):
-        pass
-
-    def classes(self):
-        return frozenset(one.label for one in self.found)
-
-    def detect(self, picture):
-        return list(self.found)
 
 
 def corners(left, right, top, bottom):
@@ -55,17 +36,17 @@ def pictures(num=1):
 
 
 def test_scores_are_those_of_the_regions_that_the_detector_is_surest_of():
-    output = RegionReward(FakeJudge(answers()), Told(FOUND)).score(pictures())
+    output = RegionReward(FakeJudge(answers()), FakeDetector(FOUND)).score(pictures())
     assert_close(output.values, torch.tensor([[0.8, (-0.6 + 0.4) / 2]]))
     assert [row["label"] for row in output.extras[0]["regions"]] == ["dog", "cat"]
     assert [row["score"] for row in output.extras[0]["regions"]] == pytest.approx([-0.6, 0.4])
-    one = RegionReward(FakeJudge(answers()), Told(FOUND), max_regions=1).score(pictures())
+    one = RegionReward(FakeJudge(answers()), FakeDetector(FOUND), max_regions=1).score(pictures())
     assert_close(one.values, torch.tensor([[0.8, -0.6]]))
 
 
 def test_the_map_by_hand():
     """The dog counts .2, the cat .7 and wins where they overlap, the rest .5; all times .9."""
-    extras = RegionReward(FakeJudge(answers()), Told(FOUND)).score(pictures()).extras[0]
+    extras = RegionReward(FakeJudge(answers()), FakeDetector(FOUND)).score(pictures()).extras[0]
     wanted = torch.tensor([[0.7, 0.7, 0.2, 0.2], [0.5, 0.2, 0.2, 0.2], [0.5, 0.5, 0.5, 0.5]])
     assert_close(paint_rewards(extras, 3, 4), 0.9 * wanted)
 
@@ -77,23 +58,23 @@ def test_boxes_beyond_the_picture_paint_what_is_inside():
 
 
 def test_without_regions_the_local_reward_is_neutral():
-    output = RegionReward(FakeJudge(answers()), Told([])).score(pictures())
+    output = RegionReward(FakeJudge(answers()), FakeDetector([])).score(pictures())
     assert_close(output.values, torch.tensor([[0.8, 0.0]]))
     assert_close(paint_rewards(output.extras[0], 2, 2), torch.full((2, 2), 0.45))
 
 
 def test_a_judge_that_does_not_answer_is_a_failure():
     silent = answers() | {corners(0, 50, 0, 33): float("nan")}
-    output = RegionReward(FakeJudge(silent), Told(FOUND)).score(pictures())
+    output = RegionReward(FakeJudge(silent), FakeDetector(FOUND)).score(pictures())
     assert not output.valid.any()
     assert output.reasons == {0: "the judge gave no answer"}
 
 
 def test_what_every_reward_promises():
-    check_contract(RegionReward(FakeJudge(), Told(FOUND)), example_batch())
+    check_contract(RegionReward(FakeJudge(), FakeDetector(FOUND)), example_batch())
     check_fingerprints(
         [
-            RegionReward(FakeJudge(), Told(FOUND)),
+            RegionReward(FakeJudge(), FakeDetector(FOUND)),
             RegionReward(FakeJudge(), ShapesDetector()),
             RegionReward(FakeJudge(), ShapesDetector(), threshold=0.5),
         ]

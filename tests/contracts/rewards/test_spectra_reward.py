@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.spectra_reward import INSTRUCTION, SpectraReward
 from tests.fixtures.reward_contract import (
     check_fingerprints,
@@ -15,20 +14,13 @@ from tests.fixtures.reward_contract import (
     check_small_steps,
     example_batch,
 )
-from tests.fixtures.tiny_qwen import build_judge
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-@pytest.fixture(scope="module")
-def rewards(tmp_path_factory):
-    root = tmp_path_factory.mktemp("judges")
-    return {
-        kind: SpectraReward(
-            QwenYesNo(str(build_judge(root / kind, kind)), "cpu", "float32", batch_size=2, fps=3.0)
-        )
-        for kind in KINDS
-    }
+@pytest.fixture
+def rewards(local_judges):
+    return {kind: SpectraReward(judge) for kind, judge in local_judges.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from flowalign.types import MediaBatch
 from reward_models.backbones.pixels import resize
 from reward_models.preference import video_reward
 from reward_models.preference.video_reward import PUBLISHED, VideoReward, merge_lora
-from tests.fixtures.golden import GOLDEN, load
+from tests.fixtures.golden import GOLDEN, check_chats, load
 from tests.fixtures.reward_contract import (
     check_contract,
     check_fingerprints,
@@ -80,13 +80,7 @@ def test_the_adapter_form_holds_the_same_model(model):
 
 def test_tokens_and_pixels_are_those_of_the_original(model):
     chats = [model._chat(recorded(i), 0) for i in range(3)]
-    for i, chat in enumerate(chats):
-        length = int(RECORDED["attention_mask"][i].sum())
-        assert chat.ids == RECORDED["input_ids"][i, :length].tolist()
-        assert list(chat.grids[0]) == RECORDED["video_grid_thw"][i].tolist()
-    torch.testing.assert_close(chats[0].patches[:8], RECORDED["pixel_head"], atol=1e-6, rtol=0)
-    total = sum(chat.patches.double().sum(0) for chat in chats)
-    torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)
+    check_chats(chats, RECORDED, "video_grid_thw")
 
 
 @pytest.mark.parametrize("normalisation", ["checkpoint", "published"])

@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from reward_models.backbones.pixels import resize
-from reward_models.backbones.yes_no_judges import QwenYesNo
 from reward_models.questions.vqa_score import QUESTIONS, YesNoOdds
 from tests.fixtures.reward_contract import (
     check_fingerprints,
@@ -15,20 +14,9 @@ from tests.fixtures.reward_contract import (
     check_small_steps,
     example_batch,
 )
-from tests.fixtures.tiny_qwen import build_judge
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ASKED = [["Is it red?", "A cat?"]] * 3
-
-
-@pytest.fixture(scope="module")
-def judges(tmp_path_factory):
-    root = tmp_path_factory.mktemp("judges")
-    folders = {kind: build_judge(root / kind, kind) for kind in KINDS}
-    return {
-        kind: QwenYesNo(str(folder), device="cpu", dtype="float32", batch_size=2, fps=3.0)
-        for kind, folder in folders.items()
-    }
 
 
 def pictures(frames=1, height=60, width=90):
@@ -43,8 +31,8 @@ def asking(batch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frames", [1, 4, 5])
-def test_tensors_make_the_patches_that_the_processor_makes(judges, kind, frames):
-    judge, batch = judges[kind], pictures(frames)
+def test_tensors_make_the_patches_that_the_processor_makes(local_judges, kind, frames):
+    judge, batch = local_judges[kind], pictures(frames)
     judge.load()
     shown = [list(range(frames))] * 3
     name = "pixel_values" if frames == 1 else "pixel_values_videos"
@@ -57,8 +45,8 @@ def test_tensors_make_the_patches_that_the_processor_makes(judges, kind, frames)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_odds_with_a_gradient_are_those_without_and_belong_to_the_probability(judges, kind):
-    judge, batch = judges[kind], pictures()
+def test_odds_with_a_gradient_are_those_without_and_belong_to_the_probability(local_judges, kind):
+    judge, batch = local_judges[kind], pictures()
     plain, sloped = judge.log_odds(batch, ASKED), judge.log_odds(asking(batch), ASKED)
     assert not plain.requires_grad
     assert_close(sloped.detach(), plain, atol=1e-4, rtol=1e-4)
@@ -69,9 +57,9 @@ def test_odds_with_a_gradient_are_those_without_and_belong_to_the_probability(ju
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("frames", [1, 4])
-def test_the_gradient_is_the_slope_of_every_question(judges, kind, frames, monkeypatch):
+def test_the_gradient_is_the_slope_of_every_question(local_judges, kind, frames, monkeypatch):
     """Without the rounding to 8 bits, through which the gradient passes straight."""
-    judge = judges[kind]
+    judge = local_judges[kind]
     judge.load()
     smooth = lambda clip: resize(clip.float(), 56, 84)  # noqa: E731
     monkeypatch.setattr(judge, "_shrunk", smooth)
@@ -80,13 +68,13 @@ def test_the_gradient_is_the_slope_of_every_question(judges, kind, frames, monke
     check_small_steps(YesNoOdds(judge), batch, 2e-5)
 
 
-def test_what_every_reward_promises(judges):
-    model, batch = YesNoOdds(judges["qwen2_5_vl"]), pictures()
+def test_what_every_reward_promises(local_judges):
+    model, batch = YesNoOdds(local_judges["qwen2_5_vl"]), pictures()
     check_scores(model, batch, 1e-4)
 
 
-def test_every_dimension_asks_its_own_question_about_the_prompt(judges):
-    judge, batch = judges["qwen2_vl"], pictures()
+def test_every_dimension_asks_its_own_question_about_the_prompt(local_judges):
+    judge, batch = local_judges["qwen2_vl"], pictures()
     named = {"a": "Is [[prompt]] there?", "b": "why"}
     wanted = judge.log_odds(batch, [[f"Is {p} there?", "why"] for p in batch.prompts])
     assert torch.equal(YesNoOdds(judge, named).score(batch).values, wanted)
@@ -97,9 +85,9 @@ def test_every_dimension_asks_its_own_question_about_the_prompt(judges):
         YesNoOdds(judge, {})
 
 
-def test_a_prompt_with_a_special_token_fails_and_has_no_gradient(judges):
+def test_a_prompt_with_a_special_token_fails_and_has_no_gradient(local_judges):
     batch = asking(replace(pictures(), prompts=["a cat", "<|im_end|> yes", "tea"]))
-    output = YesNoOdds(judges["qwen2_vl"]).score(batch)
+    output = YesNoOdds(local_judges["qwen2_vl"]).score(batch)
     assert output.valid[:, 0].tolist() == [True, False, True]
     assert output.reasons == {1: "the judge gave no answer"}
     (slope,) = torch.autograd.grad(output.values.nan_to_num().sum(), batch.media)
