@@ -107,101 +107,96 @@ DENSE = {"prompt": "p", "a": "x", "b": "y", "fps": 8, "segments": SEGMENTS}
 OVERALL, LOST, TIED = ({"overall": ranks} for ranks in ([1, 2], [2, 1], [1, 1]))
 
 Case = tuple[dict[str, Any], dict[str, Any]]
+
+
+def case(row: dict[str, Any], **expected: Any) -> Case:
+    return row, expected
+
+
 GOOD: dict[str, list[Case]] = {
     "pick_a_pic": [
-        (
+        case(
             PICKED | {"has_label": True, "ranking_id": 9},
-            {"votes": {"overall": [0.5, 0.5]}, "ranks": TIED, "has": {"ranking_id": 9}},
+            votes={"overall": [0.5, 0.5]},
+            ranks=TIED,
+            has={"ranking_id": 9},
         ),
-        (PICKED | {"has_label": False}, {"votes": {}, "ranks": {}, "has": {}}),
-        (
+        case(PICKED | {"has_label": False}, votes={}, ranks={}, has={}),
+        case(
             PICKED | {"label_0": 0.0, "label_1": 1.0},
-            {"votes": {"overall": [0, 1]}, "ranks": LOST, "media": "ab"},
+            votes={"overall": [0, 1]},
+            ranks=LOST,
+            media="ab",
         ),
     ],
     "hpd_v2_train": [
-        (
+        case(
             {"prompt": "p", "file_path": ["a", "b"], "human_preference": [0, 1]},
-            {"ranks": LOST, "media": "ab", "metadata": {}},
+            ranks=LOST,
+            media="ab",
+            metadata={},
         )
     ],
     "hpd_v2_test": [
-        (
+        case(
             HPD_TEST,
-            {
-                "ranks": {"overall": [2, 1, 2, 4]},
-                "media": "abcd",
-                "has": {"rank": [2.5, 0.5, 2.5, 3]},
-            },
+            ranks={"overall": [2, 1, 2, 4]},
+            media="abcd",
+            has={"rank": [2.5, 0.5, 2.5, 3]},
         )
     ],
     "hpd_v3": [
-        (
-            HPD3,
-            {
-                "ranks": OVERALL,
-                "votes": {"overall": [0.75, 0.25]},
-                "metadata": {"confidence": 0.99},
-            },
-        ),
-        (
-            {name: HPD3[name] for name in ("prompt", "path1", "path2")},
-            {"references": "", "votes": {}},
-        ),
+        case(HPD3, ranks=OVERALL, votes={"overall": [0.75, 0.25]}, metadata={"confidence": 0.99}),
+        case({name: HPD3[name] for name in ("prompt", "path1", "path2")}, references="", votes={}),
     ],
     "videogen_rewardbench": [
-        (CLIPS | ANSWERS, {"ranks": {"VQ": [1, 2], "MQ": [1, 1], "TA": [2, 1]}, "fps": [8, 24]})
+        case(CLIPS | ANSWERS, ranks={"VQ": [1, 2], "MQ": [1, 1], "TA": [2, 1]}, fps=[8, 24])
     ],
     "genai_bench": [
-        (VOTED, {"ranks": OVERALL, "both_bad": (), "metadata": {"vote_type": "leftvote"}}),
-        (VOTED | {"vote_type": "rightvote"}, {"ranks": LOST, "both_bad": ()}),
-        (VOTED | {"vote_type": "tievote"}, {"ranks": TIED, "both_bad": ()}),
-        (VOTED | {"vote_type": "bothbad_vote"}, {"ranks": TIED, "both_bad": ("overall",)}),
-        (
+        case(VOTED, ranks=OVERALL, both_bad=(), metadata={"vote_type": "leftvote"}),
+        case(VOTED | {"vote_type": "rightvote"}, ranks=LOST, both_bad=()),
+        case(VOTED | {"vote_type": "tievote"}, ranks=TIED, both_bad=()),
+        case(VOTED | {"vote_type": "bothbad_vote"}, ranks=TIED, both_bad=("overall",)),
+        case(
             {"prompt": "p", "left_image": b"a", "right_image": b"b", "vote_type": "leftvote"},
-            {"media": "ab", "references": ""},
+            media="ab",
+            references="",
         ),
-        (VOTED_EDIT, {"media": "ab", "references": "s"}),
+        case(VOTED_EDIT, media="ab", references="s"),
     ],
     "vision_reward": [
-        (
+        case(
             RATED,
-            {
-                "id": "x1",
-                "media": "a",
-                "ratings": {"richness": [-2], "color_aesthetic": [1]},
-                "metadata": {"meta_result": [1, 0]},
-            },
+            id="x1",
+            media="a",
+            ratings={"richness": [-2], "color_aesthetic": [1]},
+            metadata={"meta_result": [1, 0]},
         )
     ],
     "vision_reward_pairs": [
-        (ANSWERED | {"standard_answer": 1}, {"ranks": OVERALL, "media": "ab"}),
-        (ANSWERED | {"standard_answer": "B"}, {"ranks": LOST}),
-        (ANSWERED | {"standard_answer": 0}, {"ranks": TIED}),
+        case(ANSWERED | {"standard_answer": 1}, ranks=OVERALL, media="ab"),
+        case(ANSWERED | {"standard_answer": "B"}, ranks=LOST),
+        case(ANSWERED | {"standard_answer": 0}, ranks=TIED),
     ],
     "edit_reward": [
-        (
+        case(
             EDIT,
-            {
-                "ranks": OVERALL,
-                "media": "ab",
-                "references": "s",
-                "ratings": {"instruction": [4, 4], "quality": [3, 2], "overall": [7, 6]},
-                "has": {"model1": "x"},
-            },
+            ranks=OVERALL,
+            media="ab",
+            references="s",
+            ratings={"instruction": [4, 4], "quality": [3, 2], "overall": [7, 6]},
+            has={"model1": "x"},
         ),
-        (EDIT | {"tie_case": True, "model1_overall_score": 6}, {"ranks": TIED}),
+        case(EDIT | {"tie_case": True, "model1_overall_score": 6}, ranks=TIED),
     ],
     "edit_reward_bench": [
         *(
-            (
+            case(
                 ranked(said, len(ranks)),
-                {
-                    "ranks": {"overall": ranks},
-                    "media": "abcd"[: len(ranks)],
-                    "references": "s",
-                    "both_bad": (),
-                },
+                ranks={"overall": ranks},
+                media="abcd"[: len(ranks)],
+                references="s",
+                both_bad=(),
             )
             for said, ranks in {
                 "A>B": [1, 2],
@@ -213,45 +208,40 @@ GOOD: dict[str, list[Case]] = {
                 "D>B>C>A": [4, 2, 3, 1],
             }.items()
         ),
-        (ranked("A=B=Bad", 2), {"ranks": TIED, "both_bad": ("overall",)}),
+        case(ranked("A=B=Bad", 2), ranks=TIED, both_bad=("overall",)),
     ],
     "mmrb2": [
-        (
+        case(
             MMRB2,
-            {
-                "id": "emu-edit_7",
-                "prompt": "make it\nred",
-                "ranks": LOST,
-                "media": "ab",
-                "references": "s",
-                "metadata": {"human_annotations": [1, 2, 1]},
-            },
+            id="emu-edit_7",
+            prompt="make it\nred",
+            ranks=LOST,
+            media="ab",
+            references="s",
+            metadata={"human_annotations": [1, 2, 1]},
         ),
-        (
+        case(
             MMRB2 | {"prompt_content": [["text", "a cat"]], "chosen": "A"},
-            {"prompt": "a cat", "ranks": OVERALL, "references": ""},
+            prompt="a cat",
+            ranks=OVERALL,
+            references="",
         ),
-        (
+        case(
             MMRB2_COLUMNS,
-            {
-                "id": "hq-edit_1",
-                "prompt": "make the\nof it",
-                "ranks": OVERALL,
-                "media": "ab",
-                "references": "st",
-                "metadata": {"response_a_model": "m"},
-            },
+            id="hq-edit_1",
+            prompt="make the\nof it",
+            ranks=OVERALL,
+            media="ab",
+            references="st",
+            metadata={"response_a_model": "m"},
         ),
     ],
     "chosen_rejected": [
-        (
-            PAIR | {"seed": 4},
-            {"ranks": OVERALL, "media": "ab", "ratings": {}, "metadata": {"seed": 4}},
-        ),
-        (PAIR | {"chosen": {"bytes": b"a", "path": "x"}, "rejected": b"b"}, {"media": "ab"}),
-        (PAIR | {"chosen_score": "9", "rejected_score": 9.0}, {"ranks": TIED}),
-        (PAIR | {"chosen_score": 9.5, "rejected_score": 9.0}, {"ranks": OVERALL}),
-        (
+        case(PAIR | {"seed": 4}, ranks=OVERALL, media="ab", ratings={}, metadata={"seed": 4}),
+        case(PAIR | {"chosen": {"bytes": b"a", "path": "x"}, "rejected": b"b"}, media="ab"),
+        case(PAIR | {"chosen_score": "9", "rejected_score": 9.0}, ranks=TIED),
+        case(PAIR | {"chosen_score": 9.5, "rejected_score": 9.0}, ranks=OVERALL),
+        case(
             {
                 "prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "p"}],
                 "img_win": "a",
@@ -259,9 +249,10 @@ GOOD: dict[str, list[Case]] = {
                 "win_score": 0.75,
                 "lose_score": 0.5,
             },
-            {"media": "ab", "ratings": {"overall": [0.75, 0.5]}},
+            media="ab",
+            ratings={"overall": [0.75, 0.5]},
         ),
-        (
+        case(
             PAIR
             | {
                 "dimension": "VQ",
@@ -275,58 +266,55 @@ GOOD: dict[str, list[Case]] = {
                 "segments": SEGMENTS[:2],
                 "weight_map_rejected": "/w.safetensors",
             },
-            {
-                "ranks": {"VQ": [1, 2]},
-                "ratings": {"VQ": [10, 9]},
-                "fps": [8, 8],
-                "metadata": {
-                    "dimension": "VQ",
-                    "gap": 0.25,
-                    "weight": 2,
-                    "stage": 3,
-                    "user_id": 7,
-                    "fps": 8,
-                    "segments": [
-                        {"start": 0, "stop": 3, "label": -1},
-                        {"start": 3, "stop": 4, "label": 1},
-                    ],
-                    "weight_map_rejected": "/w.safetensors",
-                },
+            ranks={"VQ": [1, 2]},
+            ratings={"VQ": [10, 9]},
+            fps=[8, 8],
+            metadata={
+                "dimension": "VQ",
+                "gap": 0.25,
+                "weight": 2,
+                "stage": 3,
+                "user_id": 7,
+                "fps": 8,
+                "segments": [
+                    {"start": 0, "stop": 3, "label": -1},
+                    {"start": 3, "stop": 4, "label": 1},
+                ],
+                "weight_map_rejected": "/w.safetensors",
             },
         ),
     ],
     "local_dpo": [
-        (
+        case(
             LOCAL | {"yita": 0.8, "fps": 16, "sizes": [480, 832]},
-            {
-                "ranks": OVERALL,
-                "media": "ab",
-                "fps": [16, 16],
-                "has": {"strength": 0.8, "sizes": [480, 832]},
-            },
+            ranks=OVERALL,
+            media="ab",
+            fps=[16, 16],
+            has={"strength": 0.8, "sizes": [480, 832]},
         ),
-        (LOCAL_AS_PUBLISHED, {"media": "ab", "has_not": "strength"}),
-        (
+        case(LOCAL_AS_PUBLISHED, media="ab", has_not="strength"),
+        case(
             LOCAL | {"yita": "0.85", "weight": "2.5", "stage": 3.0, "gap": 0.5},
-            {"has": {"strength": 0.85, "weight": 2.5, "stage": 3, "gap": 0.5}},
+            has={"strength": 0.85, "weight": 2.5, "stage": 3, "gap": 0.5},
         ),
-        (LOCAL | {"yita": 1}, {"has": {"strength": 1}}),
+        case(LOCAL | {"yita": 1}, has={"strength": 1}),
     ],
     "kto": [
         *(
-            (
+            case(
                 THUMB | {"label": label, "user_id": "u"},
-                {"media": "a", "metadata": {"label": label, "user_id": "u", "desirable": up}},
+                media="a",
+                metadata={"label": label, "user_id": "u", "desirable": up},
             )
             for label, up in ((1, True), (0, False), (True, True), (False, False), ("1", True))
         ),
-        (THUMB | {"label": "false"}, {"has": {"desirable": False}}),
-        (THUMB | {"label": "True"}, {"has": {"desirable": True}}),
-        (THUMB | {"label": 0.0}, {"has": {"desirable": False}}),
-        *((THUMB | {"label": other}, {"metadata": {"label": other}}) for other in ("cat", 0.5, 2)),
+        case(THUMB | {"label": "false"}, has={"desirable": False}),
+        case(THUMB | {"label": "True"}, has={"desirable": True}),
+        case(THUMB | {"label": 0.0}, has={"desirable": False}),
+        *(case(THUMB | {"label": other}, metadata={"label": other}) for other in ("cat", 0.5, 2)),
     ],
     "dense_dpo": [
-        (
+        case(
             DENSE
             | {
                 "score_a": 0.25,
@@ -334,24 +322,19 @@ GOOD: dict[str, list[Case]] = {
                 "scores_b": {"g": 2.0},
                 "scores_a": {"g": 3.0, "h": 1},
             },
-            {
-                "media": "yx",
-                "fps": [8, 8],
-                "ranks": OVERALL,
-                "ratings": {"overall": [0.5, 0.25], "g": [2.0, 3.0]},
-                "labels": [1, -1, 0],
-            },
+            media="yx",
+            fps=[8, 8],
+            ranks=OVERALL,
+            ratings={"overall": [0.5, 0.25], "g": [2.0, 3.0]},
+            labels=[1, -1, 0],
         ),
-        (
-            DENSE | {"score_a": 0.75, "score_b": 0.5},
-            {"media": "xy", "labels": [-1, 1, 0]},
-        ),
+        case(DENSE | {"score_a": 0.75, "score_b": 0.5}, media="xy", labels=[-1, 1, 0]),
         *(
             case
             for scores in ({}, {"score_a": 0.5}, {"score_a": 0.5, "score_b": 0.5})
             for case in (
-                (DENSE | scores, {"media": "yx", "ranks": {"segments": [1, 2]}}),
-                (
+                case(DENSE | scores, media="yx", ranks={"segments": [1, 2]}),
+                case(
                     DENSE
                     | {
                         "segments": [
@@ -360,7 +343,7 @@ GOOD: dict[str, list[Case]] = {
                         ]
                     }
                     | scores,
-                    {"media": "xy"},
+                    media="xy",
                 ),
             )
         ),
