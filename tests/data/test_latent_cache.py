@@ -21,7 +21,7 @@ from flowalign.data.media.decode import decode
 from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import Inspection
-from flowalign.data.prefetch import EpochSampler, prefetch
+from flowalign.data.prefetch import prefetch
 from flowalign.data.tensor_store import is_latent, latent_shape, read_latent, save_latent
 from flowalign.types import plain_requests, prompts_of
 from tests.fixtures.pixel import PixelPolicy
@@ -324,16 +324,6 @@ def test_processes_prepare_their_shares_and_read_everything(tmp_path):
     assert (one.num_encoded, two.num_encoded) == (6, 8)
 
 
-def test_reading_decodes_and_encodes_nothing(tmp_path, monkeypatch):
-    media = pictures(tmp_path, 3)
-    latents = LatentCache(policy := BatchFields(), tmp_path / "cache")
-    latents.prepare(media, flips=False)
-    calls = policy.calls
-    monkeypatch.setattr(cache, "decode", pytest.fail)
-    latents.read(media, [False] * 3)
-    assert policy.calls == calls
-
-
 # ---------------------------------------------------------------- media while they are read
 
 
@@ -418,44 +408,6 @@ def test_prompts_of_another_encoder_are_not_read(tmp_path):
     same.prepare(plain_requests(["bb", "a", "ccc"]))
     assert same.num_encoded == 1
     assert same.read(plain_requests(["bb", "ccc"]))["length"].flatten().tolist() == [2, 3]
-
-
-# ---------------------------------------------------------------- order
-
-
-def test_an_epoch_takes_every_item_once_in_an_order_of_its_own():
-    order = EpochSampler(3, [0] * 12)
-    steps = [order.batch(step, 4) for step in range(9)]
-    epochs = [[*steps[k], *steps[k + 1], *steps[k + 2]] for k in (0, 3, 6)]
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert EpochSampler(4, [0] * 12).batch(0, 12) != order.batch(0, 12)
-
-
-def test_the_items_of_a_step_do_not_depend_on_the_steps_before():
-    """5 of 7 items a step: batches reach over the ends of epochs."""
-    since = [0, 4, 0, 9, 4, 0, 4]
-    whole = EpochSampler(8, since)
-    expected = [whole.batch(step, 5) for step in range(20)]
-    assert [EpochSampler(8, since).batch(k, 5) for k in (13, 2)] == [expected[13], expected[2]]
-
-
-def test_items_are_taken_from_their_step_on_beside_the_earlier_ones():
-    order = EpochSampler(1, [5, 0, 3, 0, 5, 3])
-    seen = [set(order.batch(step, 12)) for step in range(7)]
-    assert seen == [{1, 3}] * 3 + [{1, 2, 3, 5}] * 2 + [{0, 1, 2, 3, 4, 5}] * 2
-
-
-def test_where_items_are_added_a_whole_epoch_begins():
-    """Before it, the steps end in the middle of an epoch of 3 items."""
-    order = EpochSampler(5, [0, 0, 0, 3, 3])
-    assert sorted(order.batch(3, 3) + order.batch(4, 3)[:2]) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("since", [[2, 1], []])
-def test_a_first_step_without_items_is_refused(since):
-    with pytest.raises(ValueError, match="available at the first step"):
-        EpochSampler(0, since)
 
 
 # ---------------------------------------------------------------- prefetching
@@ -609,14 +561,3 @@ def test_clips_are_embedded_at_the_rate_of_the_policy(tmp_path):
             - VideoPixel().embed(expected[None]).sigmoid()
         )
         assert error.abs().max() < 0.03  # of the codec; a third of the frames further it is 0.08
-
-
-def test_policies_of_different_rates_share_a_cache_and_no_latents(tmp_path):
-    write_clip(tmp_path / "a.mp4", clip(2, 21), 12.0)
-    medium, found = Media(str(tmp_path / "a.mp4")), []
-    for fps in (4.0, 12.0):
-        latents = LatentCache(VideoPixel(fps=fps), tmp_path / "cache")
-        assert latents.prepare([medium], False) == {}
-        assert latents.num_encoded == 1
-        found.append(latents.read([medium], [False]))
-    assert not torch.equal(*found)

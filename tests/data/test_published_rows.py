@@ -103,6 +103,7 @@ SEGMENTS = [
     {"start": 3, "end": 4, "label": 1},
     {"start": 4, "stop": 6, "label": 0},
 ]
+EVEN = [{"start": 0, "stop": 2, "label": -1}, {"start": 2, "stop": 4, "label": 1}]
 DENSE = {"prompt": "p", "a": "x", "b": "y", "fps": 8, "segments": SEGMENTS}
 OVERALL, LOST, TIED = ({"overall": ranks} for ranks in ([1, 2], [2, 1], [1, 1]))
 
@@ -330,21 +331,11 @@ GOOD: dict[str, list[Case]] = {
         ),
         case(DENSE | {"score_a": 0.75, "score_b": 0.5}, media="xy", labels=[-1, 1, 0]),
         *(
-            case
+            case(DENSE | columns | scores, **expected)
             for scores in ({}, {"score_a": 0.5}, {"score_a": 0.5, "score_b": 0.5})
-            for case in (
-                case(DENSE | scores, media="yx", ranks={"segments": [1, 2]}),
-                case(
-                    DENSE
-                    | {
-                        "segments": [
-                            {"start": 0, "stop": 2, "label": -1},
-                            {"start": 2, "stop": 4, "label": 1},
-                        ]
-                    }
-                    | scores,
-                    media="xy",
-                ),
+            for columns, expected in (
+                ({}, {"media": "yx", "ranks": {"segments": [1, 2]}}),
+                ({"segments": EVEN}, {"media": "xy"}),
             )
         ),
     ],

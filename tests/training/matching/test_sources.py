@@ -370,9 +370,10 @@ def test_only_what_has_joined_is_available_and_then_an_epoch_of_all_begins():
     assert [Counter(late[i : i + 5]) for i in (0, 5, 10)] == [Counter(range(5))] * 3
 
 
-def test_a_first_step_without_pairs_is_refused():
+@pytest.mark.parametrize("since", [[2, 3], []])
+def test_a_first_step_without_pairs_is_refused(since):
     with pytest.raises(ValueError, match="no pair is available at the first step"):
-        EpochSampler(0, [2, 3])
+        EpochSampler(0, since)
 
 
 # Builder ------------------------------------------------------------------------------------------
