@@ -3,12 +3,14 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import Pair, Segment
 from flowalign.data.preference.validate import DropReport
+from tests.fixtures.encoded import encode
 from tests.fixtures.stored_pairs import read_pairs, read_samples
 from tests.fixtures.tables import jsonl, table
 
@@ -150,18 +152,9 @@ def test_a_photograph_turned_by_its_exif_data_has_the_size_that_is_shown(folder)
     assert len(found) == 1
 
 
-def video(path: Path, frames: int, size: tuple[int, int] = (32, 16)) -> None:
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height = size
-        for k in range(frames):
-            picture = Image.new("RGB", size, (40 * k % 256, len(path.stem), 5))
-            for packet in stream.encode(av.VideoFrame.from_image(picture)):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+def video(path: Path, frames: int) -> None:
+    shades = [(40 * k % 256, len(path.stem), 5) for k in range(frames)]
+    encode(path, [np.full((16, 32, 3), shade, np.uint8) for shade in shades])
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])

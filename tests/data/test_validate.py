@@ -6,7 +6,6 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image, PngImagePlugin
@@ -17,9 +16,11 @@ from flowalign.data.media.media import Media, MediaProblem, digest_media
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.validate import Inspection
 from flowalign.types import InputSpec
+from tests.fixtures.encoded import encode, lights
 from tests.fixtures.matrix import write_workspace
 from tests.fixtures.preference import stored
 from tests.fixtures.stored_pairs import read_pairs
+from tests.fixtures.tables import jsonl
 from tests.fixtures.training import new_learner
 from tests.fixtures.video_pixel import FRAMES, VideoPixel, clip
 
@@ -28,24 +29,12 @@ def as_bytes(medium: Media) -> Media:
     return Media(data=Path(medium.path).read_bytes())
 
 
-def phone_video(path: Path) -> None:
-    """Four frames of 16 x 8 that are shown as 8 x 16."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 16, 8, "yuv420p"
-        stream.set_display_rotation(-90)
-        for k in range(4):
-            light = np.full((8, 16, 3), 40 * k, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(light, "rgb24")))
-        container.mux(stream.encode())
-
-
 def written(folder: Path, name: str) -> Media:
     path = folder / name
     if name == "phone.mp4":
-        phone_video(path)
+        # four frames of 16 x 8 that are shown as 8 x 16
+        frames = lights(range(0, 160, 40), 8, 16)
+        encode(path, frames, "libx264", change=lambda stream: stream.set_display_rotation(-90))
     elif name == "still.webp":
         Image.new("RGB", (5, 9), (200, 30, 60)).save(path)
     else:
@@ -154,17 +143,12 @@ def test_the_content_of_a_file_decides_what_it_is_and_not_its_name(tmp_path):
 
 def tagged_video(path: Path, aspect: int = 1, transfer: int = 1) -> Media:
     """Write two frames of 16 x 8 with an aspect ratio of pixels and a transfer function."""
-    import av
 
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 16, 8, "yuv420p"
+    def tag(stream):
         stream.codec_context.sample_aspect_ratio = Fraction(aspect)
         stream.codec_context.color_trc = transfer
-        for _ in range(2):
-            light = np.full((8, 16, 3), 80, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(light, "rgb24")))
-        container.mux(stream.encode())
+
+    encode(path, lights([80, 80], 8, 16), "libx264", change=tag)
     return Media(str(path))
 
 
@@ -239,13 +223,12 @@ def test_a_folder_that_is_not_there_or_has_no_frames_is_named(tmp_path):
             decode(medium)
 
 
-def dataset(folder: Path, *names: tuple[str, str], fps: float = 4.0) -> str:
+def dataset(folder: Path, *names: tuple[str, str]) -> str:
     rows = [
-        {"prompt": "p" * (k + 1), "chosen": chosen, "rejected": rejected, "fps": fps}
+        {"prompt": "p" * (k + 1), "chosen": chosen, "rejected": rejected, "fps": 4.0}
         for k, (chosen, rejected) in enumerate(names)
     ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / "pairs.jsonl")
+    return jsonl(folder, *rows)
 
 
 def test_pairs_of_folders_are_read_and_bad_ones_are_dropped_by_their_reason(tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 from flowalign.data.media.decode import decode
 from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media.pixels import _read_turn
+from tests.fixtures.encoded import encode
 from tests.fixtures.scoring_rewards import picture, video
 
 
@@ -87,17 +88,10 @@ def test_frames_of_an_animation_are_shown_on_white(tmp_path):
 )
 def test_transparent_frames_of_a_video_are_shown_on_white(tmp_path, ending, codec, colours):
     """The left half is green that is hidden, the right half red."""
-    import av
-
     stored = np.zeros((32, 64, 4), np.uint8)
     stored[:, :32], stored[:, 32:] = (0, 200, 0, 0), (200, 0, 0, 255)
-    with av.open(str(tmp_path / f"a{ending}"), "w") as container:
-        stream = container.add_stream(codec, rate=8, options={"auto-alt-ref": "0"})
-        stream.width, stream.height, stream.pix_fmt = 64, 32, colours
-        for _ in range(3):
-            frame = av.VideoFrame.from_ndarray(stored, "rgba").reformat(format=colours)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    options = {"auto-alt-ref": "0"}
+    encode(tmp_path / f"a{ending}", [stored] * 3, codec, colours=colours, options=options)
     pixels = decode(Media(str(tmp_path / f"a{ending}"))).pixels.int()
     assert pixels.shape == (3, 3, 32, 64)
     assert (pixels[..., :28] - 255).abs().max() <= 4
@@ -126,17 +120,13 @@ def test_a_video_has_its_frames_and_rate(tmp_path):
 
 def turned(path, degrees, hflip=False, vflip=False) -> np.ndarray:
     """A video of three frames that a player turns counter-clockwise, then mirrors; as stored."""
-    import av
+
+    def turn(stream):
+        stream.set_display_rotation(degrees, hflip=hflip, vflip=vflip)
 
     stored = np.repeat(np.array([[40, 90], [160, 230]], np.uint8), 8, 0).repeat(16, 1)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8, options={"crf": "0"})
-        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv444p"
-        stream.set_display_rotation(degrees, hflip=hflip, vflip=vflip)
-        for _ in range(3):
-            frame = av.VideoFrame.from_ndarray(stored[..., None].repeat(3, 2), "rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    frames = [stored[..., None].repeat(3, 2)] * 3
+    encode(path, frames, "libx264", colours="yuv444p", options={"crf": "0"}, change=turn)
     return stored
 
 

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from flowalign.data.media.pixels import (
     to_images,
 )
 from flowalign.reports.samples import cut_grid
+from tests.fixtures import encoded
 
 
 def clip(num_frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
@@ -43,19 +43,8 @@ def clip(num_frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
 
 def uneven(path, moments, num_ticks=100, codec="mpeg4") -> None:
     """Frames of rising lightness at these moments, in ticks of 1 / num_ticks seconds."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=num_ticks)
-        stream.width = stream.height = 32
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.time_base = Fraction(1, num_ticks)
-        for k, moment in enumerate(moments):
-            light = np.full((32, 32, 3), 40 + 10 * k, np.uint8)
-            frame = av.VideoFrame.from_ndarray(light, format="rgb24")
-            frame.pts, frame.time_base = moment, Fraction(1, num_ticks)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    frames = encoded.lights([40 + 10 * k for k in range(len(moments))])
+    encoded.encode(path, frames, codec, num_ticks, ticks=moments)
 
 
 def lights(path, **options) -> list[int]:
