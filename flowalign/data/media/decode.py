@@ -198,11 +198,16 @@ def _decode_folder(folder: Path, medium: Media, choice: FrameSelection) -> Clip:
 
 def _decode_video(medium: Media, choice: FrameSelection) -> Clip:
     # Headers may state a wrong number of frames, or none: count packets, which decodes nothing.
-    total = _count_packets(medium) if choice.max_frames else 0
+    total = 0
+    if choice.max_frames:
+        with open_video(medium) as (container, stream):
+            total = sum(packet.size > 0 for packet in container.demux(stream))
     with open_video(medium) as (container, stream):
         # FFmpeg reads a GIF that was cut short without an error.
-        if container.format.name == "gif" and not has_gif_end(_read_bytes(medium)):
-            raise MediaProblem(f"truncated or damaged video: {medium.name} has no end marker")
+        if container.format.name == "gif":
+            content = Path(medium.path).read_bytes() if medium.path else medium.data or b""
+            if not has_gif_end(content):
+                raise MediaProblem(f"truncated or damaged video: {medium.name} has no end marker")
         stated = float(stream.average_rate) if stream.average_rate else medium.fps
         return _stack_frames(
             medium.name,
@@ -253,16 +258,6 @@ def _decode_packets(container: Any, stream: Any) -> Iterator[Any]:
     decoder: Any = CodecContext.create(name, "r")
     for packet in container.demux(stream):
         yield from decoder.decode(packet)
-
-
-def _count_packets(medium: Media) -> int:
-    """Count the frames of a video without decoding them."""
-    with open_video(medium) as (container, stream):
-        return sum(1 for packet in container.demux(stream) if packet.size)
-
-
-def _read_bytes(medium: Media) -> bytes:
-    return Path(medium.path).read_bytes() if medium.path else medium.data or b""
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -189,19 +188,13 @@ def _video(medium: Media) -> Shape:
         orientation, sides, count = Orientation(medium, stream), None, 0
         for packet in container.demux(stream):
             count += packet.size > 0
-            sides = sides or next(_sizes(packet, orientation), None)
+            if not sides:
+                sides = next((orientation.show(frame).shape for frame in packet.decode()), None)
             if sides and stream.frames:
                 break
         if not sides:
             raise MediaProblem(f"no frames: {medium.name}")
-        return *sides, stream.frames or count
-
-
-def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
-    """Yield the displayed width and height of the frames that a packet completes."""
-    for frame in packet.decode():
-        height, width, _ = orientation.show(frame).shape
-        yield width, height
+        return sides[1], sides[0], stream.frames or count
 
 
 def _hash(*parts: bytes) -> bytes:

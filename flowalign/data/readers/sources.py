@@ -185,7 +185,11 @@ class ObjectRows(RowSource):
         for number, fields in enumerate(content, 1):
             row = Row(number, Path(self.name))
             if isinstance(fields, Mapping):
-                yield replace(row, fields=_to_plain(fields))
+                plain = {
+                    name: value.item() if isinstance(value, np.generic) else value
+                    for name, value in fields.items()
+                }
+                yield replace(row, fields=plain)
             else:
                 yield replace(row, problem=f"is a {type(fields).__name__}, not a dictionary")
 
@@ -196,14 +200,6 @@ class ObjectRows(RowSource):
     @override
     def identity(self) -> str:
         return _hash(f"{self.name} {self.size()}")
-
-
-def _to_plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns with numbers of numpy as numbers of Python."""
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in fields.items()
-    }
 
 
 def _has_transform(content: Any) -> bool:
@@ -226,7 +222,11 @@ def _open_hub(name: str) -> ObjectRows:
     try:
         if options["streaming"]:
             config = library.load_dataset_builder(**wanted).config
-            options |= _read_in_parts() if "fragment_scan_options" in vars(config) else {}
+            if "fragment_scan_options" in vars(config):
+                from pyarrow.dataset import ParquetFragmentScanOptions
+
+                # Without this option, a stream of parquet files holds whole files.
+                options["fragment_scan_options"] = ParquetFragmentScanOptions(pre_buffer=False)
         content = library.load_dataset(**wanted, split=parts["split"], **options)
     except (OSError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -237,13 +237,6 @@ def _open_hub(name: str) -> ObjectRows:
             f"{name} has the splits {there}; name one, such as {name}:{next(iter(content))}"
         )
     return ObjectRows(content, name)
-
-
-def _read_in_parts() -> dict[str, Any]:
-    """Return the option of parquet datasets without which a stream holds whole files."""
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    return {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
 
 
 class RenamedRows(RowSource):

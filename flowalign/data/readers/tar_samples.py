@@ -85,7 +85,10 @@ def _collect_fields(members: Iterable[_Member]) -> dict[str, Any]:
     for _, extension, content in members:
         name, _, kind = extension.lower().rpartition(".")
         if kind == "json" and not name:
-            entries |= _parse_object(_require_content(content))
+            found = _parse_value(kind, _require_content(content))
+            if not isinstance(found, dict):
+                raise RowProblem("has a .json file that is not a JSON object")
+            entries |= found
         elif kind == "json" or kind in _COLUMNS:
             column = name or _COLUMNS[kind]
             if column in fields:
@@ -99,13 +102,6 @@ def _require_content(content: bytes | str) -> bytes:
     if isinstance(content, str):
         raise RowProblem(content)
     return content
-
-
-def _parse_object(content: bytes) -> dict[str, Any]:
-    found = _parse_value("json", content)
-    if not isinstance(found, dict):
-        raise RowProblem("has a .json file that is not a JSON object")
-    return found
 
 
 def _parse_value(kind: str, content: bytes) -> Any:
