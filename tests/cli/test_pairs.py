@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -78,12 +80,29 @@ TWO = {
     "a dog": [(1.0, 3.0), (2.5, 2.0)],
 }
 ALL = ("--held_out", 0)
+GAP = ("--rule", "gap")
+BEST = ("--rule", "best_worst")
+BEAUTY = ("--dimensions", "beauty")
+BOTH = ("--weights", "beauty=1", "alignment=1")
 
 
-def made(tmp_path: Path, *options: object, prompts: dict[str, list] = TWO) -> list[dict]:
+def made(
+    tmp_path: Path,
+    *options: object,
+    prompts: dict[str, list] = TWO,
+    table: Path | None = None,
+) -> list[dict]:
     out = tmp_path / "out"
-    assert pairs(scored(tmp_path, prompts), "--out", out, *ALL, *options) == 0
+    assert pairs(table or scored(tmp_path, prompts), "--out", out, *ALL, *options) == 0
     return rows(out / "train.jsonl")
+
+
+@contextmanager
+def changed(table: Path) -> Iterator[list[dict]]:
+    """Yield the rows of a table, which are written again with their changes."""
+    found = rows(table / "scores.jsonl")
+    yield found
+    write(table / "scores.jsonl", found)
 
 
 # What becomes a pair ------------------------------------------------------------------------------
@@ -91,10 +110,7 @@ def made(tmp_path: Path, *options: object, prompts: dict[str, list] = TWO) -> li
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_best_and_worst_of_each_prompt(tmp_path, kind, capsys):
-    out = tmp_path / "out"
-    table = scored(tmp_path, TWO, kind)
-    assert pairs(table, "--out", out, "--rule", "best_worst", "--dimensions", "beauty", *ALL) == 0
-    found = rows(out / "train.jsonl")
+    found = made(tmp_path, *BEST, *BEAUTY, table=scored(tmp_path, TWO, kind))
     assert found[0] == {
         "prompt": "a cat",
         "chosen": str(tmp_path / "02.png"),
@@ -118,7 +134,7 @@ def test_the_weighted_total_decides_and_is_among_the_scores(tmp_path):
 
 
 def test_any_two_over_a_gap_and_only_the_widest(tmp_path):
-    options = ("--rule", "gap", "--dimensions", "beauty", "--min_gap", 1)
+    options = (*GAP, *BEAUTY, "--min_gap", 1)
     found = made(tmp_path, *options)
     assert chosen(found) == [("00", "01"), ("02", "00"), ("02", "01"), ("02", "03"), ("11", "10")]
     found = made(tmp_path, *options, "--max_per_prompt", 2)
@@ -144,7 +160,7 @@ def test_each_dimension_has_its_own_pairs_also_of_media_that_lack_another(tmp_pa
 
 
 def test_stages_by_score_and_by_rank(tmp_path):
-    options = ("--rule", "gap", "--dimensions", "beauty", "--stages", 2)
+    options = (*GAP, *BEAUTY, "--stages", 2)
     prompts = {"p": [(9.0, 0.0), (5.0, 0.0), (0.0, 0.0)]}
     found = made(tmp_path, *options, prompts=prompts)
     assert [row["gap"] for row in found] == [4, 9, 5]
@@ -164,83 +180,67 @@ def test_stages_are_of_each_dimension_by_itself(tmp_path):
 
 def test_media_of_a_record_alone_are_compared_where_asked(tmp_path):
     table = scored(tmp_path, {"p": [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 0.0)]})
-    found = rows(table / "scores.jsonl")
-    for i, row in enumerate(found):
-        row |= {"record": f"r{i // 2}", "medium": i % 2}
-    write(table / "scores.jsonl", found)
-    options = (table, "--rule", "best_worst", "--dimensions", "beauty", *ALL, "--out")
-    assert pairs(*options, tmp_path / "one") == 0
-    assert chosen(rows(tmp_path / "one" / "train.jsonl")) == [("03", "00")]
-    assert pairs(*options, tmp_path / "two", "--by", "record") == 0
-    assert chosen(rows(tmp_path / "two" / "train.jsonl")) == [("01", "00"), ("03", "02")]
+    with changed(table) as found:
+        for i, row in enumerate(found):
+            row |= {"record": f"r{i // 2}", "medium": i % 2}
+    assert chosen(made(tmp_path, *BEST, *BEAUTY, table=table)) == [("03", "00")]
+    by_record = made(tmp_path, *BEST, *BEAUTY, "--by", "record", table=table)
+    assert chosen(by_record) == [("01", "00"), ("03", "02")]
 
 
 def test_media_without_a_prompt_are_compared_within_their_record_only(tmp_path):
-    table = scored(tmp_path, {"": [(1.0, 0.0), (2.0, 0.0)], "p": [(3.0, 0.0), (4.0, 0.0)]})
-    options = ("--rule", "gap", "--dimensions", "beauty", *ALL)
-    assert pairs(table, "--out", tmp_path / "out", *options) == 0
-    assert chosen(rows(tmp_path / "out" / "train.jsonl")) == [("11", "10")]
+    prompts = {"": [(1.0, 0.0), (2.0, 0.0)], "p": [(3.0, 0.0), (4.0, 0.0)]}
+    assert chosen(made(tmp_path, *GAP, *BEAUTY, prompts=prompts)) == [("11", "10")]
 
 
 def edits(folder: Path, *sources: str) -> Path:
     """A table of edits with one prompt; the beauty of edit k is k, and its source sources[k]."""
     table = scored(folder, {"make it red": [(float(k), 0.0) for k in range(len(sources))]})
-    found = rows(table / "scores.jsonl")
-    for row, name in zip(found, sources, strict=True):
-        picture(folder / "s.png", 200)
-        picture(folder / "t.png", 201)
-        row["references"] = [str(folder / name) if name else None]
-    write(table / "scores.jsonl", found)
+    picture(folder / "s.png", 200)
+    picture(folder / "t.png", 201)
+    with changed(table) as found:
+        for row, name in zip(found, sources, strict=True):
+            row["references"] = [str(folder / name) if name else None]
     return table
 
 
 def test_edits_are_compared_with_edits_of_their_own_source_and_keep_it(tmp_path):
     table = edits(tmp_path, "s.png", "t.png", "t.png", "s.png")
-    options = ("--rule", "gap", "--dimensions", "beauty", *ALL)
-    assert pairs(table, "--out", tmp_path / "out", *options) == 0
-    path = tmp_path / "out" / "train.jsonl"
-    assert chosen(rows(path)) == [("03", "00"), ("02", "01")]
+    found = made(tmp_path, *GAP, *BEAUTY, table=table)
+    assert chosen(found) == [("03", "00"), ("02", "01")]
     sources = [[str(tmp_path / name)] for name in ("s.png", "t.png")]
-    assert [row["references"] for row in rows(path)] == sources
-    found = list(open_dataset(str(path)))
-    assert [[medium.path for medium in record.references] for record in found] == sources
-    assert "references" not in found[0].metadata
+    assert [row["references"] for row in found] == sources
+    records = list(open_dataset(str(tmp_path / "out" / "train.jsonl")))
+    assert [[medium.path for medium in record.references] for record in records] == sources
+    assert "references" not in records[0].metadata
 
 
 def test_edits_are_compared_under_their_own_mask_and_their_pairs_keep_it(tmp_path):
     table = edits(tmp_path, *["s.png"] * 6)
-    found = rows(table / "scores.jsonl")
     masks = [str(tmp_path / name) for name in ("m.png", "n.png")]
     for mask, shade in zip(masks, (250, 251), strict=True):
         picture(Path(mask), shade)
     given = [masks[0], masks[1], None, masks[1], masks[0], ""]
-    for row, mask in zip(found, given, strict=True):
-        row["request_mask"] = mask
-    write(table / "scores.jsonl", found)
+    with changed(table) as found:
+        for row, mask in zip(found, given, strict=True):
+            row["request_mask"] = mask
     for labels in ((), ("--labels",)):
-        options = ("--rule", "gap", "--dimensions", "beauty", *labels, *ALL)
-        assert pairs(table, "--out", tmp_path / "out", *options) == 0
-        path = tmp_path / "out" / "train.jsonl"
-        read, _ = (read_samples if labels else read_pairs)(str(path))
+        found = made(tmp_path, *GAP, *BEAUTY, *labels, table=table)
+        read, _ = (read_samples if labels else read_pairs)(str(tmp_path / "out" / "train.jsonl"))
         asked = [one.request.mask for each in read for one in samples_of(each)]
-        named = [mask and mask.name for mask in asked]
-        assert sorted(named) == sorted(2 * masks)
-    assert "request_mask" in rows(path)[0]
+        assert sorted(mask and mask.name for mask in asked) == sorted(2 * masks)
+    assert "request_mask" in found[0]
 
 
 def test_labels_of_edits_keep_their_source(tmp_path):
-    table = edits(tmp_path, "s.png", "s.png")
-    options = ("--rule", "gap", "--dimensions", "beauty", "--labels", *ALL)
-    assert pairs(table, "--out", tmp_path / "out", *options) == 0
+    made(tmp_path, *GAP, *BEAUTY, "--labels", table=edits(tmp_path, "s.png", "s.png"))
     for record in open_dataset(str(tmp_path / "out" / "train.jsonl")):
         assert [medium.path for medium in record.references] == [str(tmp_path / "s.png")]
 
 
 def test_edits_whose_source_is_no_file_are_dropped_with_the_reason(tmp_path, capsys):
     table = edits(tmp_path, "s.png", "s.png", "", "gone.png")
-    options = ("--rule", "gap", "--dimensions", "beauty", *ALL)
-    assert pairs(table, "--out", tmp_path / "out", *options) == 0
-    assert len(rows(tmp_path / "out" / "train.jsonl")) == 1
+    assert len(made(tmp_path, *GAP, *BEAUTY, table=table)) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "source stored in the dataset" in said
     assert "gone.png" in said
@@ -279,14 +279,13 @@ def test_labels_are_of_single_media_that_only_win_or_only_lose(tmp_path, capsys)
 
 def test_relative_paths_begin_at_the_root(tmp_path, monkeypatch):
     table = scored(tmp_path, TWO)
-    found = rows(table / "scores.jsonl")
-    write(table / "scores.jsonl", [row | {"path": Path(row["path"]).name} for row in found])
-    options = ("--rule", "best_worst", "--dimensions", "beauty", *ALL, "--out", tmp_path / "out")
-    assert pairs(table, *options, "--root", tmp_path) == 0
-    assert rows(tmp_path / "out" / "train.jsonl")[1]["chosen"] == str(tmp_path / "11.png")
+    with changed(table) as found:
+        for row in found:
+            row["path"] = Path(row["path"]).name
+    rooted = made(tmp_path, *BEST, *BEAUTY, "--root", tmp_path, table=table)
     monkeypatch.chdir(tmp_path)
-    assert pairs(table, *options) == 0
-    assert rows(tmp_path / "out" / "train.jsonl")[1]["chosen"] == str(tmp_path / "11.png")
+    assert made(tmp_path, *BEST, *BEAUTY, table=table) == rooted
+    assert rooted[1]["chosen"] == str(tmp_path / "11.png")
 
 
 # Held out -----------------------------------------------------------------------------------------
@@ -313,17 +312,14 @@ def test_held_out_pairs_are_of_other_prompts_and_depend_on_the_seed_alone(tmp_pa
 
 def test_nothing_held_out_leaves_no_file_also_of_an_earlier_run(tmp_path):
     table, out = scored(tmp_path, TWO), tmp_path / "out"
-    options = ("--rule", "best_worst", "--dimensions", "beauty", "--out", out)
+    options = (*BEST, *BEAUTY, "--out", out)
     assert pairs(table, *options, "--held_out", 0.999) == 0
     assert (out / "held_out.jsonl").exists()
     assert not (out / "train.jsonl").exists()
     assert pairs(table, *options, "--held_out", 0) == 0
     assert not (out / "held_out.jsonl").exists()
-    assert sorted(path.name for path in out.iterdir()) == [
-        "pairs.html",
-        "summary.json",
-        "train.jsonl",
-    ]
+    names = ["pairs.html", "summary.json", "train.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == names
 
 
 # What is dropped ----------------------------------------------------------------------------------
@@ -335,28 +331,18 @@ def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
         "alone": [(1.0, 1.0)],
         "q": [(1.0, 2.0), (3.0, 1.5)],
     }
-    table, out = scored(tmp_path, prompts), tmp_path / "out"
+    table, refused = scored(tmp_path, prompts), ": model refused: too dark"
     (tmp_path / "04.png").unlink()
     (tmp_path / "21.png").write_bytes((tmp_path / "20.png").read_bytes())
     picture(tmp_path / "06.png", 99, (8, 12))
-    found = rows(table / "scores.jsonl")
-    found[5]["path"] = None
-    write(table / "scores.jsonl", [*found, found[0]])
-    options = ("--rule", "gap", "--weights", "beauty=1", "alignment=1", *ALL)
-    assert pairs(table, "--out", out, *options) == 0
-    summary = json.loads((out / "summary.json").read_text())
-    assert chosen(rows(out / "train.jsonl")) == [("01", "00")]
-    media = {
-        why: (known["count"], known["first"]) for why, known in summary["dropped_media"].items()
-    }
+    with changed(table) as found:
+        found[5]["path"] = None
+        found.append(found[0])
+    assert chosen(made(tmp_path, *GAP, *BOTH, table=table)) == [("01", "00")]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    media = {why: (one["count"], one["first"]) for why, one in summary["dropped_media"].items()}
     assert media == {
-        "no valid score": (
-            2,
-            [
-                "record r0-2, medium 0: model refused: too dark",
-                "record r0-3, medium 0",
-            ],
-        ),
+        "no valid score": (2, [f"record r0-2, medium 0{refused}", "record r0-3, medium 0"]),
         "missing file": (1, [f"record r0-4, medium 0: {tmp_path}/04.png"]),
         "stored in the dataset instead of a file": (1, ["record r0-5, medium 0"]),
         "repeated item": (1, ["record r0-0, medium 0"]),
@@ -371,25 +357,22 @@ def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
 
 def test_a_score_that_is_marked_invalid_takes_no_part_whatever_it_is(tmp_path):
     table = scored(tmp_path, {"p": [(1.0, 0.0), (2.0, 0.0), (9.0, 0.0)]})
-    found = rows(table / "scores.jsonl")
-    found[2]["beauty_valid"] = False
-    write(table / "scores.jsonl", found)
-    options = ("--rule", "best_worst", "--dimensions", "beauty", *ALL)
-    assert pairs(table, "--out", tmp_path / "out", *options) == 0
-    assert chosen(rows(tmp_path / "out" / "train.jsonl")) == [("01", "00")]
+    with changed(table) as found:
+        found[2]["beauty_valid"] = False
+    assert chosen(made(tmp_path, *BEST, *BEAUTY, table=table)) == [("01", "00")]
 
 
 def test_mixed_shapes_can_be_asked_for(tmp_path):
     table = scored(tmp_path, {"p": [(1.0, 0.0), (2.0, 0.0)]})
     picture(tmp_path / "01.png", 99, (8, 12))
-    options = ("--rule", "gap", "--dimensions", "beauty", "--out", tmp_path / "out", *ALL)
+    options = (*GAP, *BEAUTY, "--out", tmp_path / "out", *ALL)
     assert pairs(table, *options) == 1
     assert pairs(table, *options, "--mixed_shapes") == 0
 
 
 def test_no_pair_is_a_failure_that_says_why_and_writes_nothing(tmp_path, capsys):
     table = scored(tmp_path, {"p": [(1.0, 0.0), (NAN, 0.0)]})
-    options = ("--rule", "best_worst", "--dimensions", "beauty", "--out", tmp_path / "out")
+    options = (*BEST, *BEAUTY, "--out", tmp_path / "out")
     assert pairs(table, *options) == 1
     told = capsys.readouterr().err
     assert "gives no pair" in told
@@ -401,10 +384,6 @@ def test_no_pair_is_a_failure_that_says_why_and_writes_nothing(tmp_path, capsys)
 
 
 # Bad input ----------------------------------------------------------------------------------------
-
-GAP = ("--rule", "gap")
-BEAUTY = ("--dimensions", "beauty")
-BOTH = ("--weights", "beauty=1", "alignment=1")
 
 
 @pytest.mark.parametrize(
@@ -450,9 +429,8 @@ def test_one_medium_a_prompt_everywhere_is_refused(tmp_path):
 
 def test_scores_of_different_models_are_refused(tmp_path):
     table = scored(tmp_path, TWO)
-    found = rows(table / "scores.jsonl")
-    found[3]["fingerprint"] = "other"
-    write(table / "scores.jsonl", found)
+    with changed(table) as found:
+        found[3]["fingerprint"] = "other"
     message = refused(tmp_path, table)
     assert "scores of different models" in message
     assert "scores.jsonl row 4: other" in message
@@ -474,9 +452,8 @@ def test_a_file_that_is_no_table_of_scores_is_refused(tmp_path, lines, message):
 
 def test_a_score_as_text_and_a_broken_line_are_refused_with_their_row(tmp_path):
     table = scored(tmp_path, TWO)
-    found = rows(table / "scores.jsonl")
-    found[1]["beauty"] = "high"
-    write(table / "scores.jsonl", found)
+    with changed(table) as found:
+        found[1]["beauty"] = "high"
     assert "scores.jsonl row 2: beauty is 'high', not a number" in refused(tmp_path, table)
     with (table / "scores.jsonl").open("w") as file:
         file.write(json.dumps(found[0]) + '\n{"record": ')
