@@ -17,6 +17,7 @@ from flowalign.data.preference.preference_data import samples_of
 from flowalign.data.readers import open_dataset
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.stored_pairs import read_pairs, read_samples
+from tests.fixtures.tables import jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +60,8 @@ def scored(folder: Path, prompts: dict[str, list], kind: str = "jsonl", **column
     if kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), out / "scores.parquet")
     else:
-        write(out / "scores.jsonl", rows)
+        jsonl(out, *rows, name="scores.jsonl")
     return out
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def rows(path: Path) -> list[dict]:
@@ -102,7 +99,7 @@ def changed(table: Path) -> Iterator[list[dict]]:
     """Yield the rows of a table, which are written again with their changes."""
     found = rows(table / "scores.jsonl")
     yield found
-    write(table / "scores.jsonl", found)
+    jsonl(table, *found, name="scores.jsonl")
 
 
 # What becomes a pair ------------------------------------------------------------------------------
@@ -445,9 +442,7 @@ def test_scores_of_different_models_are_refused(tmp_path):
     ],
 )
 def test_a_file_that_is_no_table_of_scores_is_refused(tmp_path, lines, message):
-    path = tmp_path / "table.jsonl"
-    write(path, lines)
-    assert message in refused(tmp_path, path)
+    assert message in refused(tmp_path, Path(jsonl(tmp_path, *lines)))
 
 
 def test_a_score_as_text_and_a_broken_line_are_refused_with_their_row(tmp_path):

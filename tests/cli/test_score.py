@@ -20,6 +20,7 @@ from flowalign.utils.subprocesses import shard_jobs
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.commands import exit_code
 from tests.fixtures.scoring_rewards import Brightness, picture
+from tests.fixtures.tables import jsonl
 from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
@@ -35,9 +36,7 @@ def dataset(folder: Path, count: int, missing: int = 0) -> str:
         rows.append({"prompt": f"prompt {k}", "image": f"{k}.png", "ratings": [k / 4]})
     for k in range(missing):
         (folder / f"{k}.png").unlink()
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return jsonl(folder, *rows)
 
 
 def score(*argv: object) -> int:
@@ -63,11 +62,8 @@ def test_both_formats_hold_the_same_rows_and_zero_says_that_all_is_well(tmp_path
     assert table.to_pylist() == rows(out, "jsonl")
     assert [row["prompt"] for row in rows(out)] == [f"prompt {k}" for k in range(20)]
     types = {field.name: str(field.type) for field in table.schema}
-    assert (types["medium"], types["brightness"], types["brightness_valid"]) == (
-        "int64",
-        "double",
-        "bool",
-    )
+    columns = [types[name] for name in ("medium", "brightness", "brightness_valid")]
+    assert columns == ["int64", "double", "bool"]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["schema"], summary["rows"]) == ("complete", "generic", 20)
     assert summary["fingerprint"] == rows(out)[0]["fingerprint"]
@@ -214,11 +210,10 @@ def test_shards_run_by_hand_are_merged_by_a_run_without_one(tmp_path):
 
 
 def test_a_summary_of_prompts_has_the_means_of_their_samples(tmp_path):
-    samples = [{"prompt": f"prompt {k % 2}", "image": f"{k}.png"} for k in range(4)]
     dataset(tmp_path, 4)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    samples = [{"prompt": f"prompt {k % 2}", "image": f"{k}.png"} for k in range(4)]
     options = ("--rewards", REWARD, "--out", tmp_path / "out", "--summarize", "usual_")
-    assert score(tmp_path / "data.jsonl", *options) == 0
+    assert score(jsonl(tmp_path, *samples), *options) == 0
     lines = (tmp_path / "out/prompts.jsonl").read_text().splitlines()
     table = rows(tmp_path / "out")
     assert len({row["brightness"] for row in table}) == 4
@@ -246,22 +241,8 @@ def test_the_limit_is_of_records(tmp_path):
 
 
 def test_each_of_several_processes_gets_the_same_options(tmp_path):
-    args = parse(
-        [
-            "score",
-            "data",
-            "--rewards",
-            "r",
-            "--out",
-            "o",
-            "--processes",
-            "3",
-            "--limit",
-            "7",
-            "--max_failed_fraction",
-            "0.5",
-        ]
-    )
+    words = "score data --rewards r --out o --processes 3 --limit 7 --max_failed_fraction 0.5"
+    args = parse(words.split())
     command = shard_jobs(args.words, 3, Path(), ["--summarize"])[1].command
     again = parse(command[3:])
     assert (again.shard, again.processes) == ((1, 3), 1)
@@ -270,20 +251,8 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
 
 
 def command(data: str, out: Path, *options: str) -> list[str]:
-    return [
-        python(),
-        "-m",
-        "flowalign",
-        "score",
-        data,
-        "--rewards",
-        REWARD,
-        "--out",
-        str(out),
-        "--format",
-        "jsonl",
-        *options,
-    ]
+    words = f"-m flowalign score {data} --rewards {REWARD} --out {out} --format jsonl"
+    return [python(), *words.split(), *options]
 
 
 @pytest.mark.timeout(900)

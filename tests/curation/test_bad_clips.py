@@ -26,6 +26,7 @@ from flowalign.types import prompts_of
 from tests.fixtures.preference import stored
 from tests.fixtures.scoring_rewards import Moving
 from tests.fixtures.stored_pairs import read_pairs
+from tests.fixtures.tables import jsonl
 from tests.fixtures.training import new_learner
 from tests.fixtures.video_pixel import FRAMES, VideoPixel, Warmth, clip
 
@@ -64,14 +65,9 @@ def folder(tmp_path):
 NAMES = ["0.mp4", "1.mp4", "2.mp4", "3.mp4", "4.webm", "5.mp4", "6.mp4"]
 
 
-def written(file: Path, rows: list[dict]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
     rows = [{"id": name, "prompt": "p", "video": name} for name in NAMES]
-    data = open_dataset(written(folder / "data.jsonl", rows))
+    data = open_dataset(jsonl(folder, *rows))
     job = ScoringJob(data, [Moving()], folder / "out", 2, 1, max_failed_fraction=0.5)
     tally = finish(job, run(job, Progress()), "jsonl")
     found = [json.loads(line) for line in (folder / "out" / "scores.jsonl").open()]
@@ -92,12 +88,12 @@ def test_scoring_goes_on_past_bad_clips_and_names_each(folder):
 def test_pairs_of_bad_clips_are_dropped_and_counted(folder):
     sides = [(0, 3), (0, 1), (2, 3), (0, 5), (6, 0), (3, 4)]
     rows = [{"prompt": f"p{a}{b}", "chosen": NAMES[a], "rejected": NAMES[b]} for a, b in sides]
-    pairs, tally = read_pairs(written(folder / "pairs.jsonl", rows), "chosen_rejected")
+    pairs, tally = read_pairs(jsonl(folder, *rows), "chosen_rejected")
     assert [pair.prompt for pair in pairs] == ["p03", "p60"]
     assert tally.dropped == Counter(
         {"unreadable video": 1, "no frames": 1, "the media differ in frames": 2}
     )
-    assert "pairs.jsonl row 2: " in tally.examples["unreadable video"][0]
+    assert "data.jsonl row 2: " in tally.examples["unreadable video"][0]
     media = [Media(str(folder / name)) for name in NAMES]
     failed = LatentCache(VideoPixel(), None).prepare(media, flips=False)
     assert sorted(failed) == [1, 2, 4, 5]
@@ -140,7 +136,7 @@ def test_frames_after_those_of_the_policy_are_not_looked_at(tmp_path):
 def test_clips_of_a_lower_rate_than_the_policys_are_refused_with_what_to_do(tmp_path):
     for k in (0, 1):
         write_clip(tmp_path / f"{k}.mp4", clip(k, 20), 8.0)
-    path = written(tmp_path / "p.jsonl", [{"prompt": "p", "chosen": "0.mp4", "rejected": "1.mp4"}])
+    path = jsonl(tmp_path, {"prompt": "p", "chosen": "0.mp4", "rejected": "1.mp4"})
     with pytest.raises(ValueError, match=r"^1 of the 1 pairs .* are left out") as refused:
         stored(path, new_learner(of_frames(FRAMES, 16.0)))
     told = str(refused.value)

@@ -6,13 +6,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from flowalign.cli.main import main
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Progress
 from flowalign.data.preference.collate import read_map
 from flowalign.data.readers import open_dataset
 from flowalign.types import RewardModel, RewardOutput, RewardSpec
+from tests.fixtures.commands import exit_code
 from tests.fixtures.stored_pairs import read_pairs, read_samples
+from tests.fixtures.tables import jsonl
 
 
 class Bright(RewardModel):
@@ -34,10 +35,8 @@ def scored(folder):
         picture.paste((left, 0, 0), (0, 0, 50, 80))
         picture.save(folder / f"{i}.png")
         rows.append({"id": f"{i}", "prompt": "tea", "image": f"{i}.png"})
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = folder / "scores"
-    job = ScoringJob(open_dataset(str(data)), [Bright()], out)
+    job = ScoringJob(open_dataset(jsonl(folder, *rows)), [Bright()], out)
     finish(job, run(job, Progress()), "jsonl")
     return out
 
@@ -59,19 +58,11 @@ def test_pairs_have_the_maps_as_masks_of_both_media(tmp_path):
     out, made = scored(tmp_path), tmp_path / "pairs"
     words = ["--rule", "best_worst", "--held_out", "0", "--mask", "bright"]
     (tmp_path / "2.png").unlink()
-    assert code("pairs", str(out), "--out", str(made), *words) == 0
+    assert exit_code("pairs", str(out), "--out", str(made), *words) == 0
     (pair,), _ = read_pairs(str(made / "train.jsonl"))
     assert pair.mask == str(out / "maps/bright/000000000-00.safetensors")
     assert pair.mask_rejected == str(out / "maps/bright/000000001-00.safetensors")
-    assert code("pairs", str(out), "--out", str(made), *words, "--labels") == 0
+    assert exit_code("pairs", str(out), "--out", str(made), *words, "--labels") == 0
     samples, _ = read_samples(str(made / "train.jsonl"))
     assert [sample.weight_map for sample in samples] == [pair.mask, pair.mask_rejected]
-    assert code("pairs", str(out), "--out", str(made), *words[:-1], "other") == 2
-
-
-def code(*words):
-    try:
-        main(list(words))
-    except SystemExit as ended:
-        return ended.code
-    return None
+    assert exit_code("pairs", str(out), "--out", str(made), *words[:-1], "other") == 2

@@ -11,6 +11,7 @@ from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.readers import open_dataset
 from tests.fixtures.commands import exit_code
 from tests.fixtures.scoring_rewards import picture
+from tests.fixtures.tables import jsonl
 
 BRIGHTNESS = "tests.fixtures.scoring_rewards.Brightness"
 SECOND = "tests.fixtures.scoring_rewards.Wins"
@@ -29,9 +30,7 @@ def votes(tmp_path: Path) -> Path:
             {"caption": f"fox {k}", **files, "votes": [left, right], "batch": k, "who": "x"}
         )
     rows[-1]["batch"] = "last"
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return Path(jsonl(tmp_path, *rows))
 
 
 def test_own_columns_are_mapped_and_stay_in_the_table(votes, tmp_path):

@@ -24,6 +24,7 @@ from flowalign.utils.ray_cluster import join_cluster
 from tests.fixtures.ray_nodes import two_machines
 from tests.fixtures.scorers import Mortal
 from tests.fixtures.scoring_rewards import Brightness, picture
+from tests.fixtures.tables import jsonl
 from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -38,9 +39,7 @@ def pictures(folder: Path, count: int) -> Path:
         picture(folder / f"{k}.png", k, ((6, 4), (4, 6))[k % 2])
         rows.append({"id": f"r{k}", "prompt": f"{k}", "images": [f"{k}.png"]})
     (folder / f"{count // 3}.png").write_bytes(b"no picture")
-    file = folder / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return Path(jsonl(folder, *rows))
 
 
 def score(

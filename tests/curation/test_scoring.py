@@ -42,6 +42,7 @@ from tests.fixtures.scoring_rewards import (
     picture,
     video,
 )
+from tests.fixtures.tables import jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -59,17 +60,9 @@ def pairs(folder: Path, count: int) -> str:
     for k in range(count):
         for medium in range(2):
             picture(folder / f"{k}-{medium}.png", 2 * k + medium, SIZES[(k + medium) % 3])
-        rows.append(
-            {
-                "id": f"r{k}",
-                "prompt": f"{k}",
-                "images": [f"{k}-0.png", f"{k}-1.png"],
-                "ranks": [1, 2],
-            }
-        )
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+        images = [f"{k}-0.png", f"{k}-1.png"]
+        rows.append({"id": f"r{k}", "prompt": f"{k}", "images": images, "ranks": [1, 2]})
+    return jsonl(folder, *rows)
 
 
 def job(data: str, folder: Path, *models: RewardModel, **options) -> ScoringJob:
@@ -78,9 +71,9 @@ def job(data: str, folder: Path, *models: RewardModel, **options) -> ScoringJob:
     )
 
 
-def whole(what: ScoringJob, kind: str = "jsonl") -> list[dict]:
+def whole(what: ScoringJob) -> list[dict]:
     """Run to the end; the rows of the table."""
-    finish(what, run(what, Progress()), kind)
+    finish(what, run(what, Progress()), "jsonl")
     return lines(what.folder)
 
 
@@ -155,9 +148,8 @@ def test_each_model_fails_for_itself_and_says_why(tmp_path):
         {"prompt": "none"},
         {"prompt": "refuse this", "image": "p.png"},
     ]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = whole(job(str(path), tmp_path / "out", Still(), Moving(), max_failed_fraction=1.0))
+    data = jsonl(tmp_path, *rows)
+    rows = whole(job(data, tmp_path / "out", Still(), Moving(), max_failed_fraction=1.0))
     moves, stands, silent, cut, none, refused = rows
     assert moves["reason"] == "still scores images, not videos"
     assert (moves["redness"], moves["redness_valid"], moves["speed_valid"]) == (None, False, True)
@@ -183,9 +175,8 @@ def test_media_that_are_compared_are_in_one_batch(tmp_path):
             picture(tmp_path / f"{k}-{medium}.png", 3 * k + medium)
         rows.append({"prompt": "p", "images": [f"{k}-{medium}.png" for medium in range(3)]})
     picture(tmp_path / "8-2.png", 0, (5, 5))
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = whole(job(str(path), tmp_path / "out", Wins(), Brightness(contrast=False)))
+    data = jsonl(tmp_path, *rows)
+    found = whole(job(data, tmp_path / "out", Wins(), Brightness(contrast=False)))
     for k in range(8):
         light = np.array([row["brightness"] for row in found[3 * k : 3 * k + 3]])
         assert [row["wins"] for row in found[3 * k : 3 * k + 3]] == [
@@ -204,9 +195,7 @@ def edits(folder: Path, count: int, **columns) -> str:
         source, images = edited(folder, k, SIZES[k % 3])
         rows.append({"prompt": "make it brighter", "images": images, "references": [source]})
     rows[-1] |= columns
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return jsonl(folder, *rows)
 
 
 def test_every_edit_is_scored_with_its_own_source(tmp_path):
@@ -238,9 +227,8 @@ def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
     Image.fromarray(hole).save(tmp_path / "mask.png")
     source, images = edited(tmp_path, 0)
     row = {"prompt": "p", "images": images, "references": [source]}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"request_mask": "mask.png"}))
-    rows = whole(job(str(path), tmp_path / "out", UnchangedPixels()))
+    data = jsonl(tmp_path, row, row | {"request_mask": "mask.png"})
+    rows = whole(job(data, tmp_path / "out", UnchangedPixels()))
     assert [row["request_mask"] for row in rows[::2]] == [None, str(tmp_path / "mask.png")]
     bare, masked = rows[0]["unchanged_pixels"], rows[2]["unchanged_pixels"]
     assert bare == pytest.approx(1 - (1 + 1 / 96) / 255, abs=1e-5)
@@ -306,9 +294,7 @@ def test_a_stopped_job_goes_on_and_scores_no_saved_row_twice(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(job(data, out, Brightness()), Stopped())
-    saved = {
-        row["record"] for row in PartFiles(out / "parts").rows(PartFiles(out / "parts").blocks())
-    }
+    saved = {row["record"] for row in rows_in(out)}
     assert len(saved) == 16
     assert whole(job(data, out, Brightness(str(log)))) == expected
     again = {f"r{line.split()[1]}" for line in log.read_text().splitlines()}
@@ -389,24 +375,23 @@ def test_a_reason_that_holds_the_separator_is_counted_once():
 def test_a_changed_image_of_an_unchanged_table_is_scored_again_with_its_block(tmp_path, capsys):
     for k in range(20):
         Image.new("RGB", (9, 9), (10 * k,) * 3).save(tmp_path / f"{k}.bmp")
-    table = tmp_path / "data.jsonl"
     rows = [{"id": f"r{k}", "prompt": f"{k}", "image": f"{k}.bmp"} for k in range(20)]
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = jsonl(tmp_path, *rows)
     out, log = tmp_path / "out", tmp_path / "log"
-    whole(job(str(table), out, Brightness()))
-    found = whole(job(str(table), out, Brightness(str(log))))
+    whole(job(table, out, Brightness()))
+    found = whole(job(table, out, Brightness(str(log))))
     assert found[9]["brightness"] == pytest.approx(90 / 255)
     assert not log.exists()
     Image.new("RGB", (9, 9), (255,) * 3).save(tmp_path / "9.bmp")
     (tmp_path / "13.bmp").unlink()
-    found = whole(job(str(table), out, Brightness(str(log))))
+    found = whole(job(table, out, Brightness(str(log))))
     assert "2 rows changed since they were scored: scoring them again" in capsys.readouterr().err
     assert [found[k]["brightness"] for k in (9, 10)] == pytest.approx([1, 100 / 255])
     assert found[13]["reason"] == f"missing file: {tmp_path / '13.bmp'}"
     again = {line.split()[1] for line in log.read_text().splitlines()}
     assert again == {str(k) for k in range(8, 16) if k != 13}, "one block of eight records"
     Image.new("RGB", (9, 9), (51,) * 3).save(tmp_path / "13.bmp")
-    assert whole(job(str(table), out, Brightness()))[13]["brightness"] == pytest.approx(0.2)
+    assert whole(job(table, out, Brightness()))[13]["brightness"] == pytest.approx(0.2)
 
 
 def _score(_: int, data: str, out: Path, log: str) -> None:
@@ -419,7 +404,7 @@ def _score(_: int, data: str, out: Path, log: str) -> None:
 )
 def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, records):
     data = pairs(tmp_path, records)
-    expected = whole(job(data, tmp_path / "whole", Brightness()), "jsonl")
+    expected = whole(job(data, tmp_path / "whole", Brightness()))
     out, log, draw = tmp_path / "out", tmp_path / "log", random.Random(0)
     killed = 0
     while killed < kills:

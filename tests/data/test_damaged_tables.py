@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from flowalign.data import open_dataset
+from tests.fixtures.tables import jsonl
 
 TWO_LISTS = {"train": [{"prompt": "a", "image": "a.png"}], "test": [{"prompt": "b"}]}
 REFUSED = {
@@ -171,7 +172,7 @@ def test_files_that_a_folder_leaves_out_are_counted(tmp_path, capsys):
 def test_images_that_a_listing_does_not_name_are_counted_and_two_listings_refused(tmp_path, capsys):
     put(tmp_path, "a.png", "b/c.png", "d.png", "e.png")
     rows = [{"file_name": "./b/../a.png"}, {"images": ["b/c.png", "d.png"]}]
-    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(tmp_path, *rows, name="metadata.jsonl")
     open_dataset(str(tmp_path))
     said = "1 images or videos are left out, because no row of metadata.jsonl names them: e.png"
     assert said in capsys.readouterr().err

@@ -22,6 +22,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.data.requests import read_located_requests_once, read_requests
 from flowalign.runs.sampling_job import Medium, _format_rows
 from flowalign.types import Request, prompts_of
+from tests.fixtures.tables import jsonl
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'
 
@@ -114,7 +115,7 @@ def table(path: Path, rows: list[dict]) -> None:
     elif path.suffix == ".json":
         path.write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(path.parent, *rows, name=path.name)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.tsv", "p.json", "p.parquet", "p.ndjson", "P.JSONL"])

@@ -1,7 +1,6 @@
 """Datasets of the library `datasets` and lists in Python are read like files."""
 
 import io
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from flowalign.data import PreferenceDataset, open_dataset, read_requests
 from flowalign.data.media.decode import decode
 from flowalign.data.readers import parse_columns
 from flowalign.types import Request, prompts_of
+from tests.fixtures.tables import jsonl
 
 
 def datasets() -> Any:
@@ -60,8 +60,7 @@ def to_file(folder: Path, rows: list[dict]) -> str:
                 (folder / f"{n}-{name}.png").write_bytes(content)
                 content = f"{n}-{name}.png"
             listed[-1][name] = content
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
-    return str(folder / "rows.jsonl")
+    return jsonl(folder, *listed)
 
 
 def table_of(rows: list[dict]) -> Any:
