@@ -37,18 +37,15 @@ class BlockSums:
     It holds blocks x steps gradients, for any number of batches, and at most `MOST_BYTES`.
     """
 
-    def __init__(self, blocks: int, keep: Keep):
-        self.keep, self.count = keep, [0] * blocks
+    def __init__(self, batches: int, keep: Keep):
+        blocks = min(batches, BLOCKS)
+        self.keep, self.count = keep, [len(range(k, batches, blocks)) for k in range(blocks)]
         self.sums: list[dict[int, Tensor]] = [{} for _ in range(blocks)]
 
     def add(self, batch: int, step: int, gradient: Float[Tensor, "p"]) -> None:
         """Add the gradient of a step in a batch."""
         into, kept = self.sums[batch % len(self.sums)], self.keep(gradient).cpu()
         into[step] = into[step].add_(kept) if step in into else kept
-
-    def close(self, batch: int) -> None:
-        """Count a batch after all its gradients have been added."""
-        self.count[batch % len(self.sums)] += 1
 
     def products(self, steps: Sequence[int], scale: Tensor | None = None) -> Products:
         """Return all inner products; a step that no batch of a block trained has the sum 0.
@@ -73,7 +70,7 @@ class GradientSums:
 
     def __init__(self, run: Run, learner: Learner, batches: int, scale: Tensor | None):
         self.learner, self.scale, self.norms = learner, scale, list[float]()
-        size, blocks = sum(p.numel() for p in learner.parameters), min(batches, BLOCKS)
+        size = sum(p.numel() for p in learner.parameters)
         self.is_projected = is_projected(size, run, batches)
         self.own: dict[int, float] = {}
         """Weight of each step in the run file, in the last batch that trained the step."""
@@ -82,10 +79,10 @@ class GradientSums:
         projected."""
         device = learner.parameters[0].device
         keep = projection(size, device) if self.is_projected else lambda gradient: gradient
-        self.gradient, self.update = BlockSums(blocks, keep), None
+        self.gradient, self.update = BlockSums(batches, keep), None
         if self.is_projected and scale is not None:
             scaling = scale.to(device)
-            self.update = BlockSums(blocks, lambda gradient: keep(scaling * gradient))
+            self.update = BlockSums(batches, lambda gradient: keep(scaling * gradient))
 
     def add(self, i: int, batch: RolloutBatch, gradients: Iterator[tuple[int, Tensor]]) -> None:
         """Add the gradients of the steps of batch i, one after another."""
@@ -98,8 +95,6 @@ class GradientSums:
             total = total.to(gradient.device) + weights[k] * gradient
             for sums in every if self.learner.processes.is_main else ():
                 sums.add(i, k, gradient)
-        for sums in every:
-            sums.close(i)
         norm, limit = float(total.norm()), self.learner.cfg.max_grad_norm
         self.norms.append(norm)
         if self.square is not None:
