@@ -2,9 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +39,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class CreditRow:
-    """Row of a table: one sample."""
-
-    name: str
-    cells: Sequence[Cell]
-    is_first_of_noise: bool = False
-    """Whether the initial noise differs from the row above."""
-
-
-@dataclass(frozen=True)
 class CreditTable:
     """Table of samples by states and steps."""
 
@@ -57,7 +47,10 @@ class CreditTable:
     scale: "Scale"
     heads: Sequence[tuple[str, str]]
     """Name and noise level of each column."""
-    rows: Sequence[CreditRow]
+    rows: Sequence[Sequence[Cell]]
+    """Cells of each sample."""
+    separated: Collection[int] = ()
+    """Rows whose initial noise differs from that of the row above."""
 
 
 class Scale:
@@ -171,7 +164,7 @@ def _path_table(record: CreditRecord, images: Mapping[tuple[int, int], str]) -> 
             else ("finished" if k == end else f"state {k}", f"noise {record.sigmas[k]:.0%}")
             for k, is_step in columns
         ],
-        [CreditRow(f"sample {b}", [cell(b, *column) for column in columns]) for b in range(count)],
+        [[cell(b, *column) for column in columns] for b in range(count)],
     )
 
 
@@ -180,7 +173,7 @@ def _advantage_table(record: CreditRecord) -> CreditTable:
     scale, rows = Scale(record.advantage), []
     for b in range(min(len(record.advantage), MAX_ROWS)):
         cells = [_step_cell(record, scale, record.advantage, b, k) for k in record.trained]
-        rows.append(CreditRow(f"sample {b}", [*cells, Cell(_reward(record.values[b][-1]))]))
+        rows.append([*cells, Cell(_reward(record.values[b][-1]))])
     title = f"Advantage: credit compared within the prompt, {_describe_number(record)}"
     heads = [(f"step {k}", "") for k in record.trained]
     return CreditTable(title, [], scale, [*heads, ("reward", "")], rows)
@@ -195,7 +188,7 @@ def _place_table(
     for b in range(record.num_images):
         cells = [Cell(image=address) for address in maps[b * columns : (b + 1) * columns]]
         last = Cell(_reward(record.values[b][-1]), image=images.get((b, end), ""))
-        rows.append(CreditRow(f"sample {b}", [*cells, last]))
+        rows.append([*cells, last])
     return CreditTable(
         f"Advantage of latent positions: {record.num_images} samples",
         ["A map has the positions of the image: blue is above 0, orange below."],
@@ -220,7 +213,6 @@ def _branch_table(
     for b, row in enumerate(cells):
         row.append(Cell(_reward(record.values[b][-1]), image=images.get((b, end), "")))
     initial = [row[0] for row in source_row[:count]]
-    changes = [False, *(one != other for one, other in pairwise(initial))]
     notes = [
         "A row is a sample. Where a bar spans several rows, these samples share one state.",
         "Bars that branch from one bar are alternatives: compare their images.",
@@ -233,7 +225,8 @@ def _branch_table(
         notes,
         scale,
         [*heads, ("image and reward", "")],
-        [CreditRow(f"sample {b}", cells[b], changes[b]) for b in range(count)],
+        cells,
+        [b for b in range(1, count) if initial[b] != initial[b - 1]],
     )
 
 

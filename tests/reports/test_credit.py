@@ -34,7 +34,7 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
-from tests.fixtures.credited import Watching, credited
+from tests.fixtures.credited import credited
 from tests.fixtures.fake_run import fake_run
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards
@@ -208,11 +208,11 @@ def test_the_files_of_a_step_make_its_tables(tmp_path, credit, sampling, recipe)
     ]
     (view,) = read_credit(tmp_path / "credit")
     images = images_of(seen)
-    shown = [cell for table in view.tables for row in table.rows for cell in row.cells]
+    shown = [cell for table in view.tables for row in table.rows for cell in row]
     assert sum(bool(cell.image) for cell in shown) == sum(map(len, images.values()))
     assert view.record.image_states == list(images)
     end = view.record.image_states[-1]
-    last = next(cell for cell in view.tables[0].rows[0].cells[::-1] if cell.image)
+    last = next(cell for cell in view.tables[0].rows[0][::-1] if cell.image)
     pixel = Image.open(io.BytesIO(base64.b64decode(last.image.split(",")[1]))).getpixel((0, 0))
     assert pixel == tuple((images[end][0][:, 0, 0] * 255).round().byte().tolist())
 
@@ -231,7 +231,7 @@ def test_maps_of_positions_have_a_column_per_trained_step(tmp_path):
     table = view.tables[-1]
     assert table.title == f"Advantage of latent positions: {len(table.rows)} samples"
     assert [name for name, _ in table.heads] == ["step 0", "step 1", "image and reward"]
-    first, second, image = table.rows[0].cells
+    first, second, image = table.rows[0]
     assert pixels(first) == [WHITE, (0, 114, 178), WHITE, WHITE]
     assert pixels(second)[2] == (234, 174, 128)  # half of the strongest orange, over white
     assert image.text
@@ -278,7 +278,7 @@ def test_states_and_steps_stand_in_the_order_of_time():
         "finished",
     ]
     assert paths.heads[2][1] == "noise 75%"
-    first, second = ([(c.text, c.image, c.is_marked) for c in row.cells] for row in paths.rows)
+    first, second = ([(c.text, c.image, c.is_marked) for c in row] for row in paths.rows)
     assert first == [
         ("0.100", "a", False),
         ("+0.10", "", False),
@@ -287,7 +287,7 @@ def test_states_and_steps_stand_in_the_order_of_time():
         ("0.400", "c", False),
     ]
     assert [text for text, _, _ in second] == ["0.100", "", "failed", "", "0.000"]
-    texts = [[cell.text for cell in row.cells] for row in advantages.rows]
+    texts = [[cell.text for cell in row] for row in advantages.rows]
     assert texts == [["+1.00", "-0.50", "0.400"], ["-1.00", "0.00", "0.000"]]
 
 
@@ -303,13 +303,13 @@ def test_samples_that_share_a_state_share_its_bar():
         num_images=3,
     )
     (table,) = make_tables(record, list("abc"))
-    cells = [[(cell.text, cell.rows, cell.image) for cell in row.cells] for row in table.rows]
+    cells = [[(cell.text, cell.rows, cell.image) for cell in row] for row in table.rows]
     assert cells == [
         [("+1.00", 2, ""), ("+0.50", 1, ""), ("0.500", 1, "a")],
         [("-0.50", 1, ""), ("0.500", 1, "b")],
         [("-1.00", 1, ""), ("", 1, ""), ("0.500", 1, "c")],
     ]
-    assert [row.is_first_of_noise for row in table.rows] == [False, False, True]
+    assert table.separated == [2]
 
 
 def test_many_steps_and_samples_and_no_number_at_all_are_tables():
@@ -325,7 +325,7 @@ def test_many_steps_and_samples_and_no_number_at_all_are_tables():
     assert sum(name.startswith("state") or name == "finished" for name, _ in paths.heads) == 10
     assert len(advantages.rows) == 48
     assert "the first 48 of 50 samples" in advantages.title
-    assert {cell.text for row in advantages.rows for cell in row.cells} == {"", "0.000"}
+    assert {cell.text for row in advantages.rows for cell in row} == {"", "0.000"}
     nothing = replace(many, advantage=[[None] * 18] * 50)
     assert [len(table.heads) for table in make_tables(nothing)] == [10, 1]
 
@@ -387,9 +387,9 @@ def test_a_run_writes_its_pictures_and_the_report_shows_them(tmp_path, credit):
         assert f"Training step {step}, for the prompt: " in page
 
 
-def test_who_watches_changes_nothing():
+def test_who_watches_changes_nothing(tmp_path):
     weights = []
-    for observer in (None, Watching(lambda step, result: images_of(result))):
+    for observer in (None, CreditRecorder(tmp_path, Gain(), 2, 0)):
         cfg, learner = new_recipe(credit=Gain()), new_learner()
         prompts = Requests(plain_requests(PROMPTS), 3)
         loop = PolicyGradientLoop(cfg, learner, new_rewards(), prompts, 0, observer)

@@ -258,7 +258,7 @@ def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
     ((name, view),) = comparison_page.credit_views(out, comparison)
     assert name == "fast"
     assert view.record.step == 9
-    address = view.tables[0].rows[0].cells[-1].image
+    address = view.tables[0].rows[0][-1].image
     picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
     assert picture.getpixel((5, 5)) == (0, 0, 255)
     assert "Credit of each step" in (out / "compare.html").read_text()
