@@ -341,12 +341,6 @@ def test_what_the_user_can_correct_is_said_before_weights_are_read(
     assert len(told.splitlines()) <= 5
 
 
-@pytest.mark.parametrize("shard", ["2/2", "1", "a/b"])
-def test_a_shard_that_is_none_is_refused(written, capsys, shard):
-    assert exit_code("clip-pairs", written(LOCAL), "--shard", shard) == 2
-    assert f"--shard is {shard}; it must be i/n" in capsys.readouterr().err
-
-
 # Training -----------------------------------------------------------------------------------------
 
 
@@ -485,11 +479,6 @@ def test_gapo_weighs_pairs_of_clips_by_their_gap(tmp_path):
     worth = {k: 2 ** ((v - low) / (high - low)) for k, v in totals.items()}
     mean = sum(worth[row["chosen"]] - worth[row["rejected"]] for row in found) / 10
     assert metrics[0]["policy_loss"] == pytest.approx(mean * log(2), abs=1e-4)
-
-
-def test_the_verb_is_in_the_help(capsys):
-    assert exit_code("--help") == 0
-    assert "clip-pairs" in capsys.readouterr().out
 
 
 # Run files ----------------------------------------------------------------------------------------

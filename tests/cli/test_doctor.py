@@ -71,6 +71,7 @@ def test_doctor_and_recipes_answer_at_once_without_network_and_torch(tmp_path):
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "models that this machine can train" in told
     assert "models/wan21_1_3b" in told
+    assert torch.__version__.split("+")[0] in told
     assert float(told.rpartition("CPU seconds")[2]) < 4  # of two commands
 
 

@@ -1,7 +1,5 @@
 """Wrong commands are refused in a few lines with the value, exit code 2, before anything loads."""
 
-from itertools import pairwise
-
 import pytest
 
 from pipelines.policy import DiffusersPolicy
@@ -33,10 +31,6 @@ COMMANDS = {
     "sample --prompt x --out x.bmp": "--out x.bmp: images can be written to",
 }
 """Commands on the toy model, and parts of their error messages."""
-BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")
-)
-"""Nine to the eighth values in a few hundred bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,25 +53,3 @@ def test_a_wrong_command_is_told_with_its_value(capsys, command, words):
 def test_a_kernel_does_not_take_more_noise_than_the_next_state_has(capsys, eta):
     said = refusal(capsys, "train", SHAPES, *KERNEL, "--recipe.sampling.eta", eta)
     assert f"sampling.eta is {eta}; CPS takes at most 1" in said
-
-
-def test_an_output_dir_that_cannot_be_made_is_told(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    said = refusal(capsys, "train", SHAPES, "--output_dir", tmp_path / "file" / "run")
-    assert "cannot be made" in said
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("seed: 1\nnum_steps: 2\nseed: 2\n", "key 'seed' is given twice, in lines 1 and 3"),
-        (
-            BOMB,
-            "it holds more than 20,000 values, aliases followed",
-        ),
-    ],
-)
-def test_a_yaml_file_that_is_ambiguous_or_without_end_is_told(capsys, tmp_path, content, words):
-    file = tmp_path / "run.yaml"
-    file.write_text(content)
-    assert words in refusal(capsys, "train", file)

@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from flowalign.cli import main as cli
-from flowalign.cli import sample, score
 from flowalign.cli.main import run_verb
 from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.utils import typed_settings
@@ -34,30 +33,6 @@ def test_of_the_reward_actions_only_training_resumes(action, resumes, capsys):
     stop = lambda args: signal.raise_signal(signal.SIGTERM)  # noqa: E731
     assert run_verb(argparse.Namespace(verb="reward", action=action, run=stop)) == 143
     assert ("--resume" in capsys.readouterr().err) == resumes
-
-
-@STOPS
-def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_path, capsys):
-    def stopped(*_):
-        signal.raise_signal(number)
-
-    monkeypatch.setattr("flowalign.studies.compare.compare", stopped)
-    assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
-    assert "to continue repeat the command" in capsys.readouterr().err
-    monkeypatch.setattr(typed_settings, "load_typed", stopped)
-    assert exit_code("clip-pairs", "a.yaml") == code
-    assert "to continue repeat the command" in capsys.readouterr().err
-    monkeypatch.setattr(sample, "build_job", stopped)
-    assert exit_code("sample", "a.yaml", "--prompt", "a") == code
-    assert "to continue repeat the command" in capsys.readouterr().err
-
-
-@STOPS
-def test_a_process_that_scores_a_shard_exits_alike(number, code, monkeypatch, capsys):
-    monkeypatch.setattr(score, "_open_job", lambda args: signal.raise_signal(number))
-    argv = ["data", "--rewards", "a.B", "--out", "out", "--format", "jsonl", "--shard", "0/2"]
-    assert exit_code("score", *argv) == code
-    assert "to continue repeat the command" in capsys.readouterr().err
 
 
 def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):

@@ -239,23 +239,6 @@ def test_a_file_that_is_no_mapping_is_refused(text, kind):
     assert complaint(write("a.yaml", text)) == f"a.yaml must hold a mapping of settings, not {kind}"
 
 
-@pytest.mark.parametrize("text", ["seed: [1\n", "seed: {{x}}\n", "a: b: c\n", "seed: !!python/x 1"])
-def test_what_is_no_yaml_is_refused_with_the_path(text):
-    assert complaint(write("a.yaml", text)).startswith("a.yaml cannot be read as YAML: ")
-
-
-def test_bytes_that_are_no_text_are_refused_with_the_path():
-    Path("a.yaml").write_bytes(b"seed: \xff\n")
-    assert complaint("a.yaml").startswith("a.yaml cannot be read as YAML: ")
-
-
-def test_a_key_given_twice_is_refused_at_any_depth():
-    message = complaint(write("a.yaml", "seed: 1\nema:\n  decay: 0.9\n  decay: 0.8\n"))
-    assert message == (
-        "a.yaml cannot be read as YAML: key 'decay' is given twice, in lines 3 and 4"
-    )
-
-
 @pytest.mark.parametrize("extends", [[], None, 3, ["model.yaml", 3], {"model": "model.yaml"}])
 def test_extends_must_be_a_path_or_a_list_of_paths(extends):
     message = complaint(write("a.yaml", {"extends": extends, "seed": 1}))

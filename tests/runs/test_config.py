@@ -1,6 +1,5 @@
 """User errors give a few lines that name the setting, before weights are read."""
 
-import json
 import re
 import resource
 import shutil
@@ -9,17 +8,13 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowalign.cli import main as cli
 from flowalign.cli.check import join_ranges
-from flowalign.cli.main import run_verb
 from flowalign.cli.options import read_settings
 from flowalign.runs.config import LoadedRun, load, load_with_origins
 from flowalign.runs.planning import plan
@@ -89,45 +84,6 @@ def test_settings_beside_a_class_path_are_told_where_they_belong(written):
 def test_a_method_without_a_model_is_told_to_go_behind_one():
     message = complaint("configs/methods/dense_grpo.yaml")
     assert "names no policy: layer it on the run file of a model" in message
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"a: [1", "cannot be read as YAML"),
-        (b"policy:\n\tpath: x", "cannot be read as YAML"),
-        (b"- 1\n- 2\n", "not list"),
-        (b"", "not NoneType"),
-        (b"\xff\xfe\x80", "cannot be read as YAML"),
-    ],
-    ids=["open bracket", "tab", "list", "empty", "binary"],
-)
-def test_a_run_file_that_is_none_is_refused(tmp_path, content, said):
-    file = tmp_path / "run.yaml"
-    file.write_bytes(content)
-    message = complaint(str(file))
-    assert said in message
-    assert str(file) in message
-
-
-def test_a_missing_run_file_is_named():
-    assert "'configs/shaped.yaml' does not exist" in complaint("configs/shaped.yaml")
-
-
-PROMPT_FILES = {
-    "empty": ("p.txt", b"\n  \n", "holds no prompt"),
-    "binary": ("p.txt", b"a\n\xff\xfe", "p.txt"),
-    "not JSON": ("p.jsonl", b'{"prompt": "a red circle"}\n\n{"prompt": \n', "p.jsonl:3"),
-    "another field": ("p.jsonl", b'{"text": "a red circle"}\n', "p.jsonl:1"),
-    "no text": ("p.jsonl", b'{"prompt": 3}\n', "p.jsonl:1"),
-    "a list": ("p.jsonl", b'["a red circle"]\n', "p.jsonl:1"),
-}
-
-
-@pytest.mark.parametrize(("name", "content", "said"), PROMPT_FILES.values(), ids=PROMPT_FILES)
-def test_a_prompts_file_without_prompts_is_refused_by_line(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    assert said in complaint(SHAPES, "--recipe.prompts", str(tmp_path / name))
 
 
 def test_fp16_on_the_cpu_is_refused():
@@ -401,14 +357,3 @@ def test_help_is_quick_and_imports_nothing_heavy():
 def test_an_unknown_verb_is_refused_with_the_known_ones(capsys):
     assert exit_code("trian", SHAPES) == 2
     assert "train" in capsys.readouterr().err
-
-
-def test_doctor_lists_versions(capsys):
-    assert run_verb(cli.parse(["doctor"])) == 0
-    assert torch.__version__.split("+")[0] in capsys.readouterr().out
-
-
-def test_sizes_are_json_in_the_embedded_model():
-    """The plan reads only these files, so they must contain all sizes that it needs."""
-    for part in ("transformer/config", "vae/config", "scheduler/scheduler_config"):
-        assert json.loads(Path("assets/shapes/sd3", part + ".json").read_text())

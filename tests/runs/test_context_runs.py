@@ -21,45 +21,26 @@ from flowalign.training.recipe import Recipe
 from flowalign.types import Request
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.rank_runs import (
+    PROMPTS,
+    RISING,
+    assert_close,
+    matching,
+    policy_gradient,
+    scored,
+)
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.tiny_video import build_wan
 from tests.fixtures.training import ALONE, new_rewards
 
 slow = pytest.mark.slow
-PROMPTS = "assets/shapes/prompts/train.txt"
 SAMPLING = {"num_steps": 3, "samples_per_prompt": 3, "micro_batch": 8}
-GRPO = {
-    "class_path": "flowalign.training.PolicyGradient",
-    "init_args": {
-        **{"prompts": PROMPTS, "prompts_per_step": 2, "micro_batch": 8},
-        "sampling": SAMPLING | {"eta": 0.7},
-        "algorithm": {
-            "class_path": "flowalign.losses.GRPO",
-            "init_args": {
-                "surrogate": {"class_path": "flowalign.losses.PPOClip", "init_args": {"clip": 0.2}},
-                "kl_coef": 0.1,
-            },
-        },
-    },
+DATA = scored(SAMPLING, prompts_per_step=2)
+RECIPES = {
+    "GRPO": policy_gradient(SAMPLING | {"eta": 0.7}, prompts_per_step=2, micro_batch=8),
+    "NFT": matching(DATA, "NFT", micro_batch=8, updates_per_step=1, old=RISING),
 }
-NFT = {
-    "class_path": "flowalign.training.Matching",
-    "init_args": {
-        "micro_batch": 8,
-        "loss": {"class_path": "flowalign.losses.NFT"},
-        "updates_per_step": 1,
-        "old": {"decay": {"slope": 0.1, "highest": 0.9}, "per": "step"},
-        "data": {
-            "class_path": "flowalign.training.matching.ScoredGroups",
-            "init_args": {
-                **{"prompts": PROMPTS, "prompts_per_step": 2, "weights": "old"},
-                "sampling": SAMPLING | {"sde_window": {"class_path": "flowalign.sampling.NoSteps"}},
-            },
-        },
-    },
-}
-RECIPES = {"GRPO": GRPO, "NFT": NFT}
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "proj_out", "time_embedder.linear_1"]
 """Layers of blocks, and layers before the tokens are split and where they are gathered."""
 
@@ -126,14 +107,8 @@ def rows(folder):
     return [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_equal(ours, theirs, tolerance=1e-6):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=0, msg=name)
-
-
 def assert_equal_runs(ours, theirs):
-    assert_equal(saved(ours), saved(theirs))
+    assert_close(saved(ours), saved(theirs))
     for our, their in zip(rows(ours), rows(theirs), strict=True):
         assert our.keys() == their.keys()
         for key in {"optim/grad_norm", "eval/flicker", "check/kl_gradient"} & their.keys():
@@ -162,7 +137,7 @@ def test_a_run_goes_on_with_tokens_divided_or_whole_again(tmp_path, made, before
     resume = folder("GRPO", before) / "checkpoints/step-000002"
     sharding = {"context_degree": degree}
     resumed = run(tmp_path / "on", model, "GRPO", degree, resume=resume, sharding=sharding)
-    assert_equal(saved(resumed), saved(folder("GRPO", 1)))
+    assert_close(saved(resumed), saved(folder("GRPO", 1)))
 
 
 @slow
@@ -170,7 +145,7 @@ def test_four_processes_in_two_groups_make_the_updates_of_one(tmp_path, made):
     folder, model = made
     changes = {"num_steps": 2, "evaluation": None, "sharding": {"context_degree": 2}}
     four = run(tmp_path / "four", model, "GRPO", 4, **changes)
-    assert_equal(saved(four, 2), saved(folder("GRPO", 1), 2))
+    assert_close(saved(four, 2), saved(folder("GRPO", 1), 2))
 
 
 VIDEO, SD3 = "configs/models/shapes_video.yaml", "configs/shapes.yaml"

@@ -14,25 +14,21 @@ from safetensors.torch import load_file, save_file
 from flowalign.runs import load, start, train
 from flowalign.runs.policy_setup import check_world
 from flowalign.types import Sharding
+from tests.fixtures.rank_runs import (
+    PROMPTS,
+    RISING,
+    assert_close,
+    matching,
+    policy_gradient,
+    scored,
+)
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.stopped_runs import SMALL
 
 TRANSFORMER, WEIGHTS = "transformer", "diffusion_pytorch_model.safetensors"
-PROMPTS = "assets/shapes/prompts/train.txt"
-SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "eta": 1.0, "micro_batch": 7}
+SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "micro_batch": 7}
 FIXED = {"class_path": "flowalign.sampling.Fixed", "init_args": {"start": 0, "stop": 2}}
-SCORED = {
-    "class_path": "flowalign.training.matching.ScoredGroups",
-    "init_args": {
-        "prompts": PROMPTS,
-        "prompts_per_step": 3,
-        "sampling": {
-            **{"num_steps": 4, "samples_per_prompt": 4, "micro_batch": 7},
-            "sde_window": {"class_path": "flowalign.sampling.NoSteps"},
-        },
-        "weights": "old",
-    },
-}
+FEW = {"prompts_per_step": 3, "micro_batch": 5}
 ONLINE_PAIRS = {
     "class_path": "flowalign.training.matching.Rollouts",
     "init_args": {
@@ -42,39 +38,29 @@ ONLINE_PAIRS = {
 }
 
 
-def policy_gradient(**settings):
-    grpo = {
-        "surrogate": {"class_path": "flowalign.losses.PPOClip", "init_args": {"clip": 0.2}},
-        "kl_coef": 0.1,
-    }
-    loss = {"class_path": "flowalign.losses.GRPO", "init_args": grpo}
-    own = {"prompts": PROMPTS, "prompts_per_step": 3, "micro_batch": 5, "algorithm": loss}
-    sampling = SAMPLING | {"sde_window": FIXED} | settings.pop("sampling", {})
-    return {
-        "class_path": "flowalign.training.PolicyGradient",
-        "init_args": own | {"sampling": sampling} | settings,
-    }
+def rollouts(branching=None, **settings):
+    sampling = SAMPLING | {"eta": 1.0, "sde_window": FIXED, "branching": branching}
+    return policy_gradient(sampling, **FEW | settings)
 
 
-def matching(data, loss, **settings):
-    own = {"data": data, "loss": {"class_path": f"flowalign.losses.{loss}"}, "micro_batch": 5}
-    return {"class_path": "flowalign.training.Matching", "init_args": own | settings}
+def groups(loss, weights="old", **settings):
+    data = scored(SAMPLING, prompts_per_step=3, weights=weights)
+    return matching(data, loss, micro_batch=5, **settings)
+
+
+def pairs(**settings):
+    return matching(ONLINE_PAIRS, "DPO", micro_batch=5, **settings)
 
 
 RECIPES = {
-    "outcome": policy_gradient(),
-    "branches": policy_gradient(
-        sampling={"branching": {"class_path": "flowalign.sampling.Tree"}},
+    "outcome": rollouts(),
+    "branches": rollouts(
+        {"class_path": "flowalign.sampling.Tree"},
         credit={"class_path": "flowalign.credit.Branch"},
     ),
-    "turning points": policy_gradient(credit={"class_path": "flowalign.credit.TurningPoint"}),
-    "DPO": matching(ONLINE_PAIRS, "DPO"),
-    "NFT": matching(
-        SCORED,
-        "NFT",
-        updates_per_step=1,
-        old={"decay": {"slope": 0.1, "highest": 0.9}, "per": "step"},
-    ),
+    "turning points": rollouts(credit={"class_path": "flowalign.credit.TurningPoint"}),
+    "DPO": pairs(),
+    "NFT": groups("NFT", updates_per_step=1, old=RISING),
     "reward gradient": {
         "class_path": "flowalign.training.RewardGradient",
         "init_args": {
@@ -92,34 +78,16 @@ RECIPES = {
 }
 
 
-def scored(**settings):
-    return SCORED | {"init_args": SCORED["init_args"] | settings}
-
-
-COPY = {"decay": 0.5, "per": "update"}
+AVERAGE = "flowalign.training.matching.EMAReference"
+COPY = {"class_path": AVERAGE, "init_args": {"decay": 0.5, "per": "update"}}
+ANCHOR, BEHAVIOUR = {"decay": 0.6, "per": "update"}, {"decay": {"slope": 0.3, "highest": 0.9}}
 AVERAGED = {
-    "AWM": matching(
-        scored(),
-        "AWM",
-        updates_per_step=2,
-        **{"old": {"decay": 0.0}, "anchor": {"decay": 0.6, "per": "update"}},
-    ),
-    "CRD": matching(
-        scored(weights="behaviour"),
-        "CRD",
-        **{"old": {"decay": 0.0}, "behaviour": {"decay": {"slope": 0.3, "highest": 0.9}}},
-    ),
-    "an average as reference": matching(
-        ONLINE_PAIRS,
-        "DPO",
-        reference={
-            "class_path": "flowalign.training.matching.EMAReference",
-            "init_args": COPY,
-        },
-    ),
+    "AWM": groups("AWM", updates_per_step=2, old={"decay": 0.0}, anchor=ANCHOR),
+    "CRD": groups("CRD", "behaviour", old={"decay": 0.0}, behaviour=BEHAVIOUR),
+    "an average as reference": pairs(reference=COPY),
 }
 """Recipes that exchange the weights for averages within a step."""
-WIDE = {"wide": policy_gradient(prompts_per_step=5)}
+WIDE = {"wide": rollouts(prompts_per_step=5)}
 """Enough prompts for four processes."""
 EVERY = RECIPES | AVERAGED | WIDE
 WHOLE = ("outcome", "branches", "DPO", "reward gradient", "NFT", *AVERAGED)
@@ -181,14 +149,6 @@ def run(folder, names, world, *, resume=None, **changes):
 
 def state(folder, step=3):
     return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state/training.safetensors")
-
-
-def assert_close(ours, theirs, tolerance=1e-6):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(
-            ours[name], value, atol=tolerance, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 def saved(folder, step=3):
@@ -295,7 +255,7 @@ def test_a_run_with_an_old_policy_in_parts_goes_on_as_it_would_have(tmp_path, ma
 def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypatch):
     path = str(made("outcome", 1, trained="all") / "checkpoints/step-000003")
     own = {"class_path": "flowalign.training.matching.Teacher", "init_args": {"path": path}}
-    monkeypatch.setitem(EVERY, "taught", matching(ONLINE_PAIRS, "DPO", reference=own))
+    monkeypatch.setitem(EVERY, "taught", pairs(reference=own))
     one, two = (
         run(tmp_path / str(world), ["taught"], world, sharding=sharding, whole=True) / "taught"
         for world, sharding in ((1, {}), (2, BLOCKS))
