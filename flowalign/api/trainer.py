@@ -103,8 +103,8 @@ class Trainer:
             resume = self._checkpoint(self.options.get("resume", False))
             settings = name_objects(self._loaded)
             overwrite = self.options.get("overwrite", False)
-            session = start(run, settings, log, resume, overwrite)
-            session.callbacks = [*self.options.get("callbacks", ()), *notebook_callbacks()]
+            callbacks = [*self.options.get("callbacks", ()), *notebook_callbacks()]
+            session = start(run, settings, log, resume, overwrite, callbacks)
             self._session = session
             if session.processes.is_main:
                 for file, requests in self._requests.items():

@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,19 @@ if TYPE_CHECKING:
     from flowalign.rewards.batching import Queue
 
 HELP = "Serve reward models to other processes and machines."
+_POSITIVE = number(0.001)
+_LIMITS = {
+    "max_batch": (whole(1), 64, "samples per call of a model"),
+    "max_wait_ms": (number(0.0), 3.0, "wait to fill a batch"),
+    "deadline": (_POSITIVE, 60.0, "seconds per request"),
+    "read_timeout": (_POSITIVE, 30.0, "seconds to read"),
+    "max_request_mb": (_POSITIVE, 256.0, "MiB each"),
+    "max_image_mp": (_POSITIVE, 16.0, "million pixels"),
+    "max_request_mp": (_POSITIVE, 100.0, "million pixels of a request"),
+    "max_held_mb": (_POSITIVE, 4096.0, "MiB of all waiting requests"),
+    "max_requests": (whole(1), 1024, "waiting requests"),
+}
+"""Types, defaults and descriptions of the options that are `Limits` of the server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,25 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FD",
         help="file descriptor of an inherited listening socket, used instead of host and port",
     )
-    add("--max_batch", type=whole(1), default=64, help="samples per call of a model (default: 64)")
-    add("--max_wait_ms", type=number(0.0), default=3.0, help="wait to fill a batch (default: 3)")
-    add("--deadline", type=number(0.001), default=60.0, help="seconds per request (default: 60)")
-    add("--read_timeout", type=number(0.001), default=30.0, help="seconds to read (default: 30)")
-    add("--max_request_mb", type=number(0.001), default=256.0, help="MiB each (default: 256)")
-    add("--max_image_mp", type=number(0.001), default=16.0, help="million pixels (default: 16)")
-    add(
-        "--max_request_mp",
-        type=number(0.001),
-        default=100.0,
-        help="million pixels of a request (default: 100)",
-    )
-    add(
-        "--max_held_mb",
-        type=number(0.001),
-        default=4096.0,
-        help="MiB of all waiting requests (default: 4096)",
-    )
-    add("--max_requests", type=whole(1), default=1024, help="waiting requests (default: 1024)")
+    for name, (kind, default, what) in _LIMITS.items():
+        add(f"--{name}", type=kind, default=default, help=f"{what} (default: {default:g})")
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
@@ -77,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.rewards.config import load_rewards
 
     token = read_token(args)
-    limits = Limits(**{field.name: vars(args)[field.name] for field in fields(Limits)})
+    limits = Limits(**{name: vars(args)[name] for name in _LIMITS})
     import_optional("fastapi", "serve")
     # The server imports FastAPI, which only the extra `serve` installs.
     from flowalign.rewards.reward_server import (

@@ -115,7 +115,12 @@ class Session:
 
 
 def start(
-    run: Run, config: str, log: Log, resume: Path | None = None, overwrite: bool = False
+    run: Run,
+    config: str,
+    log: Log,
+    resume: Path | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Session:
     """Claim the run directory, load the weights and open the loop; with `resume`, restore.
 
@@ -143,7 +148,7 @@ def start(
         if claimed:
             on_failure.callback(claimed.release)
         session = _open_session(run, config, log, processes, overwrite, resume is None)
-        session.claim = claimed
+        session.claim, session.callbacks = claimed, callbacks
         if resume:
             _resume(session, resume)
         if session.monitor:
