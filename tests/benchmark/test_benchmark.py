@@ -11,6 +11,7 @@ import yaml
 from flowalign.cli.main import main
 from flowalign.studies.benchmark.external import _read_rows
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.run_files import write_pixels
 
 pytestmark = pytest.mark.slow
 PROMPTS = ["red", "a red", "very red", "red again", "the end"]
@@ -24,16 +25,9 @@ def folder(tmp_path, monkeypatch):
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     rows = [{"prompt": p, "kind": "short" if len(p) < 6 else "long"} for p in PROMPTS]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {"prompts": "prompts.txt", "sampling": {"num_steps": 2, "samples_per_prompt": 2}}
-    run = {
-        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "num_steps": 1,
-        "recipe": {"class_path": "flowalign.training.PolicyGradient", "init_args": recipe},
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
-        "evaluation": {"prompts": {"all": "prompts.txt"}, "num_prompts": 3, "micro_batch": 3},
-        "device": "cpu",
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(run))
+    recipe = {"sampling": {"num_steps": 2, "samples_per_prompt": 2}}
+    held_out = {"prompts": {"all": "prompts.txt"}, "num_prompts": 3, "micro_batch": 3}
+    write_pixels(Path("run.yaml"), "prompts.txt", recipe, evaluation=held_out)
     write_card()
     policy = PixelPolicy()
     with torch.no_grad():

@@ -13,16 +13,7 @@ from flowalign.cli.main import main
 from flowalign.utils.folders import check_file_path, check_folder_path
 from tests.fixtures.commands import exit_code, refusal
 from tests.fixtures.pixel import PixelPolicy
-
-RUN = """
-policy: {class_path: tests.fixtures.pixel.PixelPolicy}
-rewards: [{class_path: tests.fixtures.pixel.Redness, weight: {redness: 1.0}}]
-num_steps: 1
-device: cpu
-recipe:
-  class_path: flowalign.training.PolicyGradient
-  init_args: {prompts: PROMPTS, sampling: {num_steps: 4, samples_per_prompt: 2}}
-"""
+from tests.fixtures.run_files import write_pixels
 
 
 @pytest.mark.parametrize(
@@ -55,8 +46,7 @@ def sample(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PixelPolicy, "load", fail)
     (tmp_path / "prompts.txt").write_text("red\n")
-    run = tmp_path / "run.yaml"
-    run.write_text(RUN.replace("PROMPTS", str(tmp_path / "prompts.txt")))
+    run = write_pixels(tmp_path / "run.yaml", tmp_path / "prompts.txt")
     return ["sample", run, "--prompt", "red", "--out"]
 
 
@@ -101,9 +91,8 @@ def test_an_error_of_the_system_names_the_file_without_a_number(capsys, tmp_path
 
 def test_a_metric_without_a_value_is_null_in_the_line_of_json(capsys, tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("red\n")
-    run = tmp_path / "run.yaml"
-    text = RUN.replace("PROMPTS", str(tmp_path / "prompts.txt"))
-    run.write_text(text + f"evaluation: {{prompts: {{here: {tmp_path / 'prompts.txt'}}}}}\n")
+    held_out = {"prompts": {"here": str(tmp_path / "prompts.txt")}}
+    run = write_pixels(tmp_path / "run.yaml", tmp_path / "prompts.txt", evaluation=held_out)
     metrics = {"eval/redness": math.nan, "eval/seconds": 1.5}
     found = SimpleNamespace(metrics=metrics, features={})
     monkeypatch.setattr("flowalign.runs.evaluate_weights.evaluate", lambda *given: found)

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from flowalign.runs.config import load
 from tests.fixtures.commands import exit_code
+from tests.fixtures.run_files import write_pixels
 
 pytestmark = pytest.mark.slow
 
@@ -22,21 +22,10 @@ def prompts(tmp_path) -> str:
 @pytest.fixture
 def model(tmp_path, prompts) -> Path:
     """A complete run file."""
-    recipe = {
-        "prompts": prompts,
-        "prompts_per_step": 2,
-        "sampling": {"num_steps": 3, "samples_per_prompt": 4},
-    }
-    content = {
-        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
-        "num_steps": 3,
-        "recipe": {"class_path": "flowalign.training.PolicyGradient", "init_args": recipe},
-        "evaluation": {"prompts": {"here": prompts}, "num_prompts": 2, "num_steps": 2},
-        "device": "cpu",
-    }
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump(content))
-    return tmp_path / "model.yaml"
+    recipe = {"prompts_per_step": 2, "sampling": {"num_steps": 3, "samples_per_prompt": 4}}
+    held_out = {"prompts": {"here": prompts}, "num_prompts": 2, "num_steps": 2}
+    file = tmp_path / "model.yaml"
+    return write_pixels(file, prompts, recipe, num_steps=3, evaluation=held_out)
 
 
 @pytest.fixture

@@ -27,32 +27,11 @@ from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted
 from tests.fixtures.ranks import start_ranks
+from tests.fixtures.run_files import write_pixels
 
 pytestmark = pytest.mark.slow
 
-RUN = """
-policy: {class_path: tests.cli.test_sample.Tinted}
-rewards: [{class_path: tests.fixtures.pixel.Redness, weight: {redness: 1.0}}]
-num_steps: 1
-seed: 3
-device: cpu
-recipe:
-  class_path: flowalign.training.PolicyGradient
-  init_args:
-    prompts: PROMPTS
-    sampling: {num_steps: 4, samples_per_prompt: 2, micro_batch: 4}
-"""
-WITHOUT_SAMPLING = """
-policy: {class_path: tests.cli.test_sample.Tinted}
-num_steps: 1
-device: cpu
-recipe:
-  class_path: flowalign.training.Matching
-  init_args:
-    data:
-      class_path: flowalign.training.matching.StoredDataset
-      init_args: {path: PAIRS}
-"""
+TINTED = {"class_path": "tests.cli.test_sample.Tinted"}
 
 
 class Tinted(PixelPolicy):
@@ -71,7 +50,8 @@ def sample(tmp_path):
     """The command, with five prompts unless others are given."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join("a" * k + "\n" for k in (1, 5, 3, 9, 7)))
-    (tmp_path / "run.yaml").write_text(RUN.replace("PROMPTS", str(prompts)))
+    recipe = {"sampling": {"num_steps": 4, "samples_per_prompt": 2, "micro_batch": 4}}
+    write_pixels(tmp_path / "run.yaml", prompts, recipe, policy=TINTED, seed=3)
     return partial(run_sample, tmp_path)
 
 
@@ -432,8 +412,10 @@ def test_pictures_are_guided_as_the_evaluation_is_and_the_manifest_says_so(sampl
 
 
 def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path):
-    pairs = painted(tmp_path, 2)
-    (tmp_path / "run.yaml").write_text(WITHOUT_SAMPLING.replace("PAIRS", pairs))
+    stored = "flowalign.training.matching.StoredDataset"
+    data = {"class_path": stored, "init_args": {"path": painted(tmp_path, 2)}}
+    matching = {"class_path": "flowalign.training.Matching", "init_args": {"data": data}}
+    write_pixels(tmp_path / "run.yaml", "", policy=TINTED, rewards=[], recipe=matching)
     with pytest.raises(ConfigError, match="sets no number of sampling steps: give --num_steps"):
         sample("--out", tmp_path / "out")
     assert sample("--out", tmp_path / "out", "--num_steps", 2) == 0

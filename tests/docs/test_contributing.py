@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import pipelines
 from flowalign.cli.main import main
@@ -20,6 +19,7 @@ from flowalign.runs.config import load
 from flowalign.types import Batch
 from tests.fixtures.doc_pages import DOCS, blocks
 from tests.fixtures.replays import FieldReplay, bent
+from tests.fixtures.run_files import write_pixels
 from tests.fixtures.zygote import python
 
 SHOWN = {block.file: block.code for block in blocks(DOCS / "contributing.md") if block.file}
@@ -41,24 +41,10 @@ def written(tmp_path, monkeypatch):
 def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
     """Two steps of two prompts with five samples each; other tests draw reports."""
     (folder / "prompts.txt").write_text("a\nbb\n")
-    arguments = {
-        "prompts": str(folder / "prompts.txt"),
-        "prompts_per_step": 2,
-        "sampling": {"num_steps": 4, "samples_per_prompt": 5},
-    }
-    content = {
-        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
-        "num_steps": 2,
-        "recipe": {
-            "class_path": "flowalign.training.PolicyGradient",
-            "init_args": arguments | recipe,
-        },
-        "device": "cpu",
-        "output_dir": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(content | changes))
-    run, settings = load(str(folder / "run.yaml"))
+    own = {"prompts_per_step": 2, "sampling": {"num_steps": 4, "samples_per_prompt": 5}} | recipe
+    more = {"num_steps": 2, "output_dir": str(folder / "run")} | changes
+    file = write_pixels(folder / "run.yaml", folder / "prompts.txt", own, **more)
+    run, settings = load(str(file))
     return train(start(run, settings, lambda _: None))
 
 

@@ -28,6 +28,7 @@ from flowalign.utils.errors import TrainingFailure
 from tests.fixtures.commands import exit_code
 from tests.fixtures.pages import addresses, charts
 from tests.fixtures.pixel import Redness
+from tests.fixtures.run_files import write_pixels
 from tests.fixtures.zygote import python
 
 pytestmark = pytest.mark.slow
@@ -57,32 +58,17 @@ def write(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"a\nbb{name}\n")
 
     def write(name: str, rate: float = 1e-2, **changes) -> str:
-        content = {
-            "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-            "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": WEIGHT}],
+        held_out = {n: str(tmp_path / f"{n}.txt") for n in ("seen", "unseen")}
+        own = {
             "num_steps": 2,
-            "recipe": {
-                "class_path": "flowalign.training.PolicyGradient",
-                "init_args": {
-                    "prompts": str(tmp_path / "train.txt"),
-                    "prompts_per_step": P,
-                    "sampling": {"num_steps": 3, "samples_per_prompt": S},
-                    "algorithm": {"class_path": "flowalign.losses.GRPO"},
-                },
-            },
             "optimizer": {"learning_rate": rate},
-            "evaluation": {
-                "prompts": {n: str(tmp_path / f"{n}.txt") for n in ("seen", "unseen")},
-                "num_prompts": 8,
-                "num_steps": 2,
-                "every": 1,
-            },
+            "evaluation": {"prompts": held_out, "num_prompts": 8, "num_steps": 2, "every": 1},
             "checkpoints": {"every": 1},
-            "device": "cpu",
             "threads": 1,
         }
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content | changes))
-        return str(tmp_path / f"{name}.yaml")
+        grpo = {"prompts_per_step": P, "sampling": {"num_steps": 3, "samples_per_prompt": S}}
+        file = tmp_path / f"{name}.yaml"
+        return str(write_pixels(file, tmp_path / "train.txt", grpo, **own | changes))
 
     return write
 

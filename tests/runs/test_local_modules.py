@@ -17,6 +17,7 @@ from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import parse_yaml
 from tests.fixtures.commands import exit_code
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.run_files import write_pixels
 
 WARMTH = """
 import my_shades
@@ -48,16 +49,6 @@ def short(images, prompts):
 def patchy(images):
     return [None, float("nan"), 2.0][: len(images)]
 """
-RUN = """
-policy: {class_path: tests.fixtures.pixel.PixelPolicy}
-rewards: [{class_path: NAME, weight: {DIM: 1.0}}]
-
-num_steps: 1
-device: cpu
-recipe:
-  class_path: flowalign.training.PolicyGradient
-  init_args: {prompts: PROMPTS, sampling: {num_steps: 4, samples_per_prompt: 2}}
-"""
 
 
 @pytest.fixture
@@ -80,10 +71,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_run(folder: Path, name: str, dim: str) -> Path:
-    run = folder / "run.yaml"
-    text = RUN.replace("NAME", name).replace("DIM", dim)
-    run.write_text(text.replace("PROMPTS", str(folder / "prompts.txt")))
-    return run
+    rewards = [{"class_path": name, "weight": {dim: 1.0}}]
+    return write_pixels(folder / "run.yaml", folder / "prompts.txt", rewards=rewards)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from torch import tensor
 
 from flowalign.distributed.processes import ALONE
@@ -17,6 +16,7 @@ from flowalign.types import EmbedsImages, plain_requests, prompts_of
 from tests.fixtures.commands import exit_code
 from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.run_files import write_pixels
 from tests.fixtures.training import new_rewards
 
 
@@ -57,27 +57,17 @@ def test_an_evaluation_is_guided_by_its_latent_reward(cfg):
 @pytest.fixture
 def run_file(tmp_path, cfg):
     prompts = str(tmp_path / "seen.txt")
-    content = {
-        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
-        "num_steps": 2,
-        "recipe": {
-            "class_path": "flowalign.training.PolicyGradient",
-            "init_args": {
-                "prompts": prompts,
-                "prompts_per_step": 2,
-                "sampling": {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8},
-                "algorithm": {"class_path": "flowalign.losses.GRPO"},
-            },
-        },
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
-        "optimizer": {"learning_rate": 1e-3},
-        "evaluation": {"prompts": {"all": prompts}, "num_prompts": 3, "num_steps": 2},
-        "checkpoints": {"every": 1},
-        "device": "cpu",
-        "output_dir": str(tmp_path / "run"),
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    return tmp_path / "run.yaml"
+    sampling = {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8}
+    return write_pixels(
+        tmp_path / "run.yaml",
+        prompts,
+        {"prompts_per_step": 2, "sampling": sampling},
+        num_steps=2,
+        optimizer={"learning_rate": 1e-3},
+        evaluation={"prompts": {"all": prompts}, "num_prompts": 3, "num_steps": 2},
+        checkpoints={"every": 1},
+        output_dir=str(tmp_path / "run"),
+    )
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from flowalign.distributed.processes import ALONE
 from flowalign.training.divergence import SampleBounds
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from tests.fixtures.commands import exit_code
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.run_files import write_pixels
 from tests.fixtures.training import new_rewards
 
 BEFORE = {"eval/diversity": 1.25, "eval/sharpness": 0.02}
@@ -101,27 +101,21 @@ def test_an_evaluation_averages_the_sharpness_of_all_its_samples(cfg):
 def test_a_run_warns_as_it_goes_and_in_its_files(tmp_path, cfg, capfd):
     """The policy is trained so fast that bounds around 1 cannot hold."""
     bounds = {"least_diversity": 1.0, "least_sharpness": 1.0, "most_sharpness": 1.0}
-    content = {
-        "policy": {"class_path": "tests.training.test_sample_bounds.Squares"},
-        "num_steps": 2,
-        "recipe": {
-            "class_path": "flowalign.training.PolicyGradient",
-            "init_args": {
-                "prompts": cfg.prompts["held_out"],
-                "prompts_per_step": 2,
-                "sampling": {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8},
-                "algorithm": {"class_path": "flowalign.losses.GRPO"},
-            },
+    held_out = {"prompts": dict(cfg.prompts), "num_prompts": 6, "num_steps": 2, "every": 1}
+    run_file = write_pixels(
+        tmp_path / "run.yaml",
+        cfg.prompts["held_out"],
+        {
+            "prompts_per_step": 2,
+            "sampling": {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8},
         },
-        "rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1.0}}],
-        "optimizer": {"learning_rate": 1e-1},
-        "evaluation": {"prompts": dict(cfg.prompts), "num_prompts": 6, "num_steps": 2, "every": 1},
-        "device": "cpu",
-        "output_dir": str(tmp_path / "run"),
-    }
-    content["evaluation"]["bounds"] = bounds
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    assert exit_code("train", str(tmp_path / "run.yaml")) == 0
+        policy={"class_path": "tests.training.test_sample_bounds.Squares"},
+        num_steps=2,
+        optimizer={"learning_rate": 1e-1},
+        evaluation=held_out | {"bounds": bounds},
+        output_dir=str(tmp_path / "run"),
+    )
+    assert exit_code("train", run_file) == 0
     told = json.loads((tmp_path / "run/summary.json").read_text())["warnings"]
     assert told["sharpness"].startswith("after 2 steps sharpness is")
     assert told["sharpness"].removeprefix("after 2 steps ")[:60] in capfd.readouterr().err
