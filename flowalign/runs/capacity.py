@@ -3,7 +3,6 @@
 GPU seconds of a stage = count x seconds of a unit. Every GPU does its share of each stage in turn.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -138,21 +137,6 @@ class Cluster:
     """Seconds of a reward call, which replace measured ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """Prediction of a step on a cluster."""
-
-    stages: Mapping[str, float]
-    """Seconds of the busiest GPU, by stage."""
-    idle: float
-    """Mean share of the step in which a GPU waits for the busiest one."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a step."""
-        return sum(self.stages.values())
-
-
 def read_costs(path: str) -> UnitCosts:
     """Return the unit costs in a file of `flowalign bench --out`.
 
@@ -183,8 +167,11 @@ def find_costs(run: Run, model: ModelPlan, cluster: Cluster) -> UnitCosts:
 
 def predict(
     run: Run, model: ModelPlan, step: RecipePlan, costs: UnitCosts, cluster: Cluster
-) -> Capacity:
-    """Return the prediction for a run with these plans on `cluster.count` processes.
+) -> tuple[dict[str, float], float]:
+    """Predict a step of a run with these plans on `cluster.count` processes.
+
+    Returns the seconds of the busiest GPU by stage, and the mean share of the step in which a GPU
+    waits for the busiest one.
 
     Raises:
         ValueError: The recipe does not count its work.
@@ -200,7 +187,7 @@ def predict(
         stages["communication"] = _communication(run, model, step, cluster, cluster.gpu)
     computing = sum(whole.values()) / cluster.count
     busy = computing + stages.get("communication", 0.0)
-    return Capacity(stages=stages, idle=1 - busy / sum(stages.values()))
+    return stages, 1 - busy / sum(stages.values())
 
 
 def _communication(
@@ -230,17 +217,18 @@ def capacity_rows(run: Run, cluster: Cluster) -> dict[str, str]:
     """
     model, step = plan_step(run, cluster.count)
     costs = find_costs(run, model, cluster)
-    found = predict(run, model, step, costs, cluster)
-    rows = {"seconds per step": f"{found.seconds:,.3g}"}
-    for name, seconds in found.stages.items():
-        rows[f"  {name}"] = f"{seconds:,.3g} ({seconds / found.seconds:.0%})"
+    stages, idle = predict(run, model, step, costs, cluster)
+    whole = sum(stages.values())
+    rows = {"seconds per step": f"{whole:,.3g}"}
+    for name, seconds in stages.items():
+        rows[f"  {name}"] = f"{seconds:,.3g} ({seconds / whole:.0%})"
     if costs.reward is None and step.work.reward_calls:
         rows["  rewards"] = "not counted: give --reward-seconds or --costs"
-    rate = run.recipe.examples_per_step / found.seconds / cluster.count
-    hours = found.seconds * cluster.count / 3600
+    rate = run.recipe.examples_per_step / whole / cluster.count
+    hours = whole * cluster.count / 3600
     rows |= {
-        "bottleneck": max(found.stages, key=lambda name: found.stages[name]),
-        "idle": f"{found.idle:.0%} of GPU time, from uneven shares of prompts",
+        "bottleneck": max(stages, key=stages.__getitem__),
+        "idle": f"{idle:.0%} of GPU time, from uneven shares of prompts",
         "samples or pairs per GPU and second": f"{rate:.3g}",
         "GPU hours": f"{hours:.3g} per step, {hours * run.num_steps:,.3g} in the whole run",
     }

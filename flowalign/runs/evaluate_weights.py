@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.distributed.processes import Processes, check_fits, join
-from flowalign.rewards.composite import Rewards
+from flowalign.distributed.processes import check_fits, join
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_directory import find_latest
@@ -52,8 +51,13 @@ def evaluate_weights(
     Raises:
         ConfigError: Models or weights cannot be used.
     """
+    if run.threads:
+        torch.set_num_threads(run.threads)
     with convert_value_errors():
-        rewards, processes = _load_models(run)
+        processes = join(run.device, run.sharding.context_degree)
+        rewards = run.build_rewards(ranks=processes)
+        run.load_rewards(rewards)
+        run.load_policy(processes)
     sampled = cfg, processes, run.conditioning
     base: Mapping[str, Tensor] = {}
     if distance:
@@ -66,14 +70,3 @@ def evaluate_weights(
     requests = [request for _, request in cfg.items()]
     metrics = {**result.metrics, **measure_distance(base, result.features, requests)}
     return metrics if processes.is_main else None
-
-
-def _load_models(run: Run) -> tuple[Rewards, Processes]:
-    """Load the policy and the rewards; return these, and the processes that evaluate together."""
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    processes = join(run.device, run.sharding.context_degree)
-    rewards = run.build_rewards(ranks=processes)
-    run.load_rewards(rewards)
-    run.load_policy(processes)
-    return rewards, processes

@@ -20,7 +20,7 @@ lock ends with the process."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
+def make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents; return the new folders, innermost first.
 
     Raises:
@@ -31,7 +31,7 @@ def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{setting} {folder} cannot be made: {error.strerror}: {error.filename}"
+            f"output_dir {folder} cannot be made: {error.strerror}: {error.filename}"
         ) from error
     return missing
 

@@ -126,11 +126,9 @@ class Run:
             self.policy.network.setup = self.setup
             self.policy.network.rows = self.recipe.micro_batch
             self.policy.network.rows *= self.policy.evaluations_per_velocity
-        if self.device == "cpu" and self.policy.precision == "fp16":
-            raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
+        self._check_setup()
         if self.evaluation:
             self.evaluation.items()
-        self._check_setup()
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
@@ -144,19 +142,25 @@ class Run:
         self._check_prompts(rewards)
 
     def _check_setup(self) -> None:
+        if self.device == "cpu" and self.policy.precision == "fp16":
+            raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         self.policy.check_setup(self.setup)
         if self.device == "cpu":
             check_device(self.setup, torch.device("cpu"))
 
     def _check_prompts(self, rewards: Rewards) -> None:
+        for key, path in self._list_prompts():
+            check_requests(self.policy, rewards.models, read_located_requests(path), key)
+
+    def _list_prompts(self) -> list[tuple[str, str]]:
+        """Return the key and the path of each prompt file, for training and for evaluation."""
         data = "" if hasattr(self.recipe, "prompts") else "data."
         files = [(f"recipe.{data}prompts", path) for path in self.recipe.prompt_files]
         if self.evaluation:
             files += [(f"evaluation.prompts.{a}", b) for a, b in self.evaluation.prompts.items()]
         if self.samples and self.samples.prompts:
             files.append(("samples.prompts", self.samples.prompts))
-        for key, path in files:
-            check_requests(self.policy, rewards.models, read_located_requests(path), key)
+        return files
 
     @property
     def setup(self) -> Setup:
@@ -175,23 +179,21 @@ class Run:
     @property
     def prompt_files(self) -> list[str]:
         """Return the prompt files that the run samples, for training and for evaluation."""
-        held_out = self.evaluation.prompts.values() if self.evaluation else ()
-        own = [self.samples.prompts] if self.samples and self.samples.prompts else []
-        return [*self.recipe.prompt_files, *held_out, *own]
+        return [path for _, path in self._list_prompts()]
 
     @property
     def sampled(self) -> Evaluation | None:
         """Return the samples during training as an evaluation; None if there are none."""
         if self.samples is None:
             return None
-        own = [self.samples.prompts] if self.samples.prompts else self.recipe.prompt_files
+        file = self.samples.prompts or next(iter(self.recipe.prompt_files), None)
+        if file is None:
+            return None
         steps, rows = self.recipe.sampler or (40, 8)
         if self.evaluation:
             steps, rows = self.evaluation.num_steps, self.evaluation.micro_batch
-        if not own:
-            return None
         return Evaluation(
-            prompts={"training": own[0]},
+            prompts={"training": file},
             num_prompts=self.samples.num_prompts,
             num_steps=self.samples.num_steps or steps,
             micro_batch=rows,
