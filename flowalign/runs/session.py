@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import Processes, join
@@ -43,7 +42,6 @@ from flowalign.types import Trajectory
 from flowalign.utils.console import Messages, say
 from flowalign.utils.costs import Costs
 from flowalign.utils.folders import Claim
-from flowalign.utils.run_events import hide_in_settings
 from flowalign.utils.tracking import Tracker, check_trackers
 
 
@@ -100,7 +98,7 @@ class Session:
     claim: Claim | None = None
     """Claim of the run directory, held by the main process during training; None on other ranks."""
     tracker: Tracker | None = None
-    """Writer of metrics on the main process; None on other ranks."""
+    """Writer of metrics on the main process, once training begins; None on other ranks."""
     callbacks: Sequence[Callback] = ()
     """Observers of steps and evaluations."""
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -153,9 +151,6 @@ def start(
             _resume(session, resume)
         if session.monitor:
             session.monitor.resume(session.first_step)
-        if processes.is_main:
-            settings = yaml.safe_load(hide_in_settings(config))
-            session.tracker = Tracker(session.folder, run.trackers, session.first_step, settings)
         on_failure.pop_all()
     return session
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import yaml
 
 from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import write_report
@@ -39,6 +40,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
+from flowalign.utils.run_events import hide_in_settings
 from flowalign.utils.tracking import Tracker
 
 
@@ -68,6 +70,9 @@ def iterate(session: Session) -> Iterator[dict[str, float]]:
 
 def _train(session: Session) -> Iterator[dict[str, float]]:
     run, first = session.run, session.first_step
+    if session.processes.is_main:
+        settings = yaml.safe_load(hide_in_settings(session.config))
+        session.tracker = Tracker(session.folder, run.trackers, first, settings)
     session.started = time.perf_counter()
     if not first:
         session.before = _evaluate(session, 0)
