@@ -86,22 +86,21 @@ class Rewards:
 
     def check_policy(self, policy: Policy, with_sound: bool = True) -> None:
         """Raise ValueError if a model cannot score the media, or their frames alone."""
-        name = type(policy).__name__
+        name, is_video = type(policy).__name__, policy.fps is not None
         for spec in (model.spec for model in self.models):
-            if policy.fps is None and "fps" in spec.needs:
-                raise ValueError(
-                    f"reward {spec.name!r} needs frames per second; {name} makes images"
-                )
-            if policy.fps is None and spec.modality == "video":
-                raise ValueError(f"reward {spec.name!r} scores videos; {name} makes images")
-            if "sound" in spec.needs and not (with_sound and policy.sound_decoder):
-                what = "only frames are scored here" if not with_sound else f"{name} has none"
-                raise ValueError(f"reward {spec.name!r} scores sound; {what}")
-            if policy.fps is not None and spec.modality == "image":
-                raise ValueError(
-                    f"reward {spec.name!r} scores images; {name} makes videos. "
-                    "Wrap it in reward_models.PerFrame"
-                )
+            problem = ""
+            if not is_video and "fps" in spec.needs:
+                problem = f"needs frames per second; {name} makes images"
+            elif not is_video and spec.modality == "video":
+                problem = f"scores videos; {name} makes images"
+            elif "sound" in spec.needs and not with_sound:
+                problem = "scores sound; only frames are scored here"
+            elif "sound" in spec.needs and not policy.sound_decoder:
+                problem = f"scores sound; {name} has none"
+            elif is_video and spec.modality == "image":
+                problem = f"scores images; {name} makes videos. Wrap it in reward_models.PerFrame"
+            if problem:
+                raise ValueError(f"reward {spec.name!r} {problem}")
 
     def load(self) -> None:
         """Load every model; raise ValueError for unusable weights or servers."""

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,15 +22,12 @@ from torch import Tensor
 
 from flowalign.data.media.media import MediaProblem
 from flowalign.data.media.pixels import count_frames, explain_damage, to_rgb
-from flowalign.rewards.request_pixels import (
-    Pixels,
-    check_range,
-    check_shape,
-    pack_pixels,
-    unpack_pixels,
-)
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.files import parse_json
+
+Pixels = Literal["float32", "8bit"]
+_ROUNDING = 1e-3
+"""Tolerance of the range [0, 1], because lower precisions round."""
 
 VERSION = 1
 CONTENT_TYPE = "application/x-flowalign"
@@ -64,7 +61,7 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> P
         "masks": [mask is not None for mask in batch.masks],
         **extra,
     }
-    packed = {name: pack_pixels(tensor, pixels) for name, tensor in tensors.items()}
+    packed = {name: _pack_pixels(tensor, pixels) for name, tensor in tensors.items()}
     return _pack_safetensors(packed, {"request": json.dumps(request)})
 
 
@@ -126,14 +123,14 @@ def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     names = [f"reference.{i}.{j}" for i, n in enumerate(header["references"]) for j in range(n)]
     names += [f"mask.{i}" for i, has_mask in enumerate(header["masks"]) if has_mask]
     for name in ("media", *names):
-        check_shape(name, tensors[name])
+        _check_shape(name, tensors[name])
     return header, tensors
 
 
 def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> MediaBatch:
     for name, tensor in tensors.items():
-        check_range(name, tensor)
-    pixels = {name: unpack_pixels(tensor) for name, tensor in tensors.items()}
+        _check_range(name, tensor)
+    pixels = {name: _unpack_pixels(tensor) for name, tensor in tensors.items()}
     counts = header["references"]
     return MediaBatch(
         pixels["media"],
@@ -144,6 +141,41 @@ def _decode_tensors(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) ->
         header["groups"],
         [pixels.get(f"mask.{i}") for i in range(len(header["masks"]))],
     )
+
+
+def _pack_pixels(media: Tensor, pixels: Pixels) -> Tensor:
+    """Return media as float32, or rounded to 8 bits, on the CPU."""
+    media = media.detach().float().cpu()
+    if pixels == "8bit":
+        media = media.mul(255).add_(0.5).clamp_(0, 255).to(torch.uint8)
+    return media.contiguous()
+
+
+def _unpack_pixels(media: Tensor) -> Tensor:
+    """Return packed media in [0, 1]."""
+    return media.float() / 255 if media.dtype == torch.uint8 else media
+
+
+def _check_shape(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a tensor has the shape and dtype that belong to its name."""
+    kind = name.partition(".")[0]
+    channels = 1 if kind == "mask" else 3
+    expected = (5, "(n, frames, 3, h, w)") if kind == "media" else (3, f"({channels}, h, w)")
+    if tensor.ndim != expected[0] or tensor.shape[-3] != channels:
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {expected[1]}")
+    if tensor.dtype not in (torch.uint8, torch.float32):
+        raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
+
+
+def _check_range(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for finite values outside [0, 1]; non-finite values are ignored."""
+    if tensor.dtype == torch.uint8:
+        return
+    lowest, highest = (x.item() for x in tensor.nan_to_num(0.5, 0.5, 0.5).aminmax())
+    if lowest < -_ROUNDING or highest > 1 + _ROUNDING:
+        raise ValueError(
+            f"{name} has values in [{lowest:g}, {highest:g}], expected float32 in [0, 1] or uint8"
+        )
 
 
 def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
@@ -186,7 +218,7 @@ def _decode_images(images: Sequence[Image.Image], header: Mapping[str, Any]) -> 
     pixels = [to_rgb(image, "an image") for image in images]
     if len({image.shape for image in pixels}) != 1:
         raise ValueError("images of one request have one size")
-    media = unpack_pixels(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
+    media = _unpack_pixels(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
     return MediaBatch(media[:, None], header["prompts"], header["metadata"])
 
 

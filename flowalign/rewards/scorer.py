@@ -94,8 +94,7 @@ class Scorer:
             command = [python, "-m", "flowalign", "serve-reward", str(file)]
             command += [f"--{name}={value}" for name, value in limits.items()]
             command += ["--socket", str(listening.fileno())]
-            self._child = ChildProcess(command, folder, environment, [listening.fileno()])
-        self.process = self._child.process
+            self.child = ChildProcess(command, folder, environment, [listening.fileno()])
 
     def ready(self, seconds: float) -> RewardClient:
         """Return a client of the model as soon as it is loaded.
@@ -106,18 +105,10 @@ class Scorer:
         try:
             RewardClient(self.url, None, seconds, self.token).wait_until_ready()
         except ValueError as error:
-            why = self.ending() or str(error)
-            self.end()
+            why = self.child.ending() or str(error)
+            self.child.end()
             raise ValueError(f"the scorer of {self.name} cannot be used: {why}") from error
         return RewardClient(self.url, None, self.seconds, self.token)
-
-    def ending(self) -> str:
-        """Return how the process ended, with the last lines of its log; "" if it still runs."""
-        return self._child.ending()
-
-    def end(self) -> None:
-        """End the process."""
-        self._child.end()
 
 
 class ScorerActor:

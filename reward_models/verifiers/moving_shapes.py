@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations, product
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
@@ -50,9 +50,9 @@ class Actor:
     motion: str
 
     @property
-    def kind(self) -> tuple[int, int]:
-        """Return the indices of colour and shape."""
-        return list(COLOURS).index(self.colour), SHAPES.index(self.shape)
+    def kind(self) -> tuple[str, str]:
+        """Return colour and shape."""
+        return self.colour, self.shape
 
 
 def write_clause(count: str, colour: str, shape: str, motion: str) -> str:
@@ -160,50 +160,25 @@ class MovingShapesVerifier(ScreenedReward):
             why = "smoothness needs at least three frames"
             return BatchScores(nothing, failed=dict.fromkeys(range(len(batch)), why))
         objects = find_objects(media.flatten(0, 1))
-        clips = [_Frames(objects, i * frames, frames) for i in range(len(batch))]
-        scores = map(_compare, map(parse_prompt, batch.prompts), clips, map(_stillness, media))
+        actors = map(parse_prompt, batch.prompts)
+        clips = [range(i * frames, (i + 1) * frames) for i in range(len(batch))]
+        scores = map(_compare, actors, [objects] * len(batch), clips, map(_stillness, media))
         return BatchScores(torch.tensor([*scores]))
 
 
-@dataclass(frozen=True)
-class _Frames:
-    """Objects of one clip among those of a batch."""
-
-    objects: Objects
-    first: int
-    number: int
-
-    def present(self, f: int) -> Int[Tensor, "m"]:
-        return self.objects.present[self.first + f].nonzero().flatten()
-
-    def kinds(self, f: int) -> list[tuple[int, int]]:
-        """Return the colours and shapes of the objects in frame f."""
-        i, keep = self.first + f, self.present(f)
-        both = zip(self.objects.colour[i, keep], self.objects.shape[i, keep], strict=True)
-        return [(int(colour), int(shape)) for colour, shape in both]
-
-    def places(self, f: int) -> Float[Tensor, "m 3"]:
-        """Return the positions and weighted radii of the objects in frame f."""
-        i, keep = self.first + f, self.present(f)
-        radius = (self.objects.area[i, keep] / torch.pi).sqrt() * SIZE_WEIGHT
-        return torch.cat([self.objects.centroid[i, keep], radius[:, None]], 1)
-
-    def clean(self, f: int) -> bool:
-        """Return whether the objects are well-formed and almost no foreground lies outside them."""
-        return self.objects.well_formed(self.first + f)
-
-
-def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[float, ...]:
-    """Compute the seven dimensions of one clip."""
-    kinds = [clip.kinds(f) for f in range(clip.number)]
+def _compare(
+    actors: tuple[Actor, ...], objects: Objects, clip: range, still: float
+) -> tuple[float, ...]:
+    """Compute the seven dimensions of the clip whose frames are these images of `objects`."""
+    kinds = [objects.kinds(i) for i in clip]
     asked = [actor.kind for actor in actors]
     shown = [count_common(some, asked) / max(len(some), len(asked)) for some in kinds]
     steady = [sorted(a) == sorted(b) and bool(a) for a, b in pairwise(kinds)]
-    tracks = _tracks(actors, clip, kinds)
+    tracks = _tracks(actors, kinds, [_places(objects, i) for i in clip])
     n = len(actors)
     exact_match = (
         min(shown) == 1
-        and all(clip.clean(f) for f in range(clip.number))
+        and all(map(objects.well_formed, clip))
         and len(tracks) == n
         and all(track.obeys(actor.motion) for actor, track in tracks)
     )
@@ -218,8 +193,17 @@ def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[fl
     )
 
 
+def _places(objects: Objects, i: int) -> Float[Tensor, "m 3"]:
+    """Return the positions and weighted radii of the objects in image i."""
+    keep = objects.present[i]
+    radius = (objects.area[i, keep] / torch.pi).sqrt() * SIZE_WEIGHT
+    return torch.cat([objects.centroid[i, keep], radius[:, None]], 1)
+
+
 def _tracks(
-    actors: tuple[Actor, ...], clip: _Frames, kinds: Sequence[Sequence[tuple[int, int]]]
+    actors: tuple[Actor, ...],
+    kinds: Sequence[Sequence[tuple[str, str]]],
+    places: Sequence[Float[Tensor, "m 3"]],
 ) -> list[tuple[Actor, Track]]:
     """Track the requested objects present in every frame, each to its nearest successor."""
     followed: list[tuple[Actor, Track]] = []
@@ -229,9 +213,9 @@ def _tracks(
         count = min(len(group), *(len(some) for some in rows))
         if count == 0:
             continue
-        places = [clip.places(f)[some] for f, some in enumerate(rows)]
-        path = [places[0][:count]]
-        for now in places[1:]:
+        first, *others = (frame[some] for frame, some in zip(places, rows, strict=True))
+        path = [first[:count]]
+        for now in others:
             path.append(now[_match_places(path[-1], now)])
         tracks = [Track(path_of) for path_of in torch.stack(path, 1)]
         followed += _assign(group, tracks)

@@ -68,22 +68,21 @@ def parse_prompt(prompt: str) -> Label:
 
 
 @cache
-def load_glyphs(font: str) -> dict[str, tuple[Float[np.ndarray, "h w"], int]]:
-    """Return the coverage of every letter in [0, 1] and its advance in pixels."""
+def load_glyphs(font: str) -> dict[str, Float[np.ndarray, "h w"]]:
+    """Return the coverage of every letter in [0, 1]; the width is its advance."""
     file = Path(_matplotlib.get_data_path(), "fonts", "ttf", FONTS[font])
     face = ImageFont.truetype(str(file), _FONT_SIZE)
     glyphs = {}
     for letter in LETTERS:
-        advance = round(face.getlength(letter))
-        bitmap = Image.new("L", (advance, GLYPH_HEIGHT))
+        bitmap = Image.new("L", (round(face.getlength(letter)), GLYPH_HEIGHT))
         ImageDraw.Draw(bitmap).text((0, _BASELINE), letter, fill=255, font=face, anchor="ls")
-        glyphs[letter] = np.asarray(bitmap, dtype=np.float32) / 255, advance
+        glyphs[letter] = np.asarray(bitmap, dtype=np.float32) / 255
     return glyphs
 
 
 def measure_word(word: str, font: str) -> int:
     """Return the width of a word in pixels."""
-    return sum(load_glyphs(font)[letter][1] for letter in word)
+    return sum(load_glyphs(font)[letter].shape[1] for letter in word)
 
 
 def draw(label: Label, x: int, y: int) -> Float[np.ndarray, "3 32 64"]:
@@ -96,9 +95,9 @@ def draw(label: Label, x: int, y: int) -> Float[np.ndarray, "3 32 64"]:
         raise ValueError(f"{label.word!r} does not fit at ({x}, {y}); its width is {width} pixels")
     coverage = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
     for letter in label.word:
-        glyph, advance = load_glyphs(label.font)[letter]
-        coverage[y : y + GLYPH_HEIGHT, x : x + advance] = glyph
-        x += advance
+        glyph = load_glyphs(label.font)[letter]
+        coverage[y : y + GLYPH_HEIGHT, x : x + glyph.shape[1]] = glyph
+        x += glyph.shape[1]
     ink, paper = (
         np.array(colour, dtype=np.float32)[:, None, None] / 255
         for colour in (INKS[label.ink], PAPERS[label.paper])
@@ -164,7 +163,7 @@ def find_letters(
 def _kernels(font: str) -> tuple[Float[Tensor, "l h w"], Int[Tensor, "l"]]:
     """Return the glyphs without empty columns, padded to one width, and their widths in pixels."""
     trimmed = []
-    for glyph, _ in load_glyphs(font).values():
+    for glyph in load_glyphs(font).values():
         inked = np.flatnonzero(glyph.max(0) > 0.25)
         trimmed.append(torch.from_numpy(glyph[:, inked[0] : inked[-1] + 1].copy()))
     widths = torch.tensor([glyph.shape[1] for glyph in trimmed])

@@ -107,7 +107,7 @@ class ScorerProcess(OutOfProcessReward):
             answer = self._client.score(message, self.spec, len(batch))
             if isinstance(answer, RewardOutput):
                 return answer
-            why = self._scorer.ending() if answer.disconnected else ""
+            why = self._scorer.child.ending() if answer.disconnected else ""
             if not why:
                 return failed_answer(self.spec, len(batch), f"the scorer failed with {answer.why}")
             self._restart(why)

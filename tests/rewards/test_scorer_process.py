@@ -128,7 +128,7 @@ def test_a_reward_in_its_own_process_gives_the_same_bits():
     scorer = model._scorer
     assert scorer is not None
     assert TOKEN not in os.environ
-    command = Path(f"/proc/{scorer.process.pid}/cmdline").read_text()
+    command = Path(f"/proc/{scorer.child.process.pid}/cmdline").read_text()
     assert scorer.token not in command
     del model, scorer
 
@@ -174,7 +174,7 @@ def test_a_scorer_ends_with_the_process_that_started_it(tmp_path, number):
         "import time; from pathlib import Path\n"
         "from tests.rewards.test_scorer_process import mortal\n"
         f"model = mortal(Path({str(tmp_path / 'calls')!r}), 9); model.load()\n"
-        "print(model._scorer.process.pid, flush=True); time.sleep(600)"
+        "print(model._scorer.child.process.pid, flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout
