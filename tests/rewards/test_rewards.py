@@ -16,7 +16,6 @@ from flowalign.data.requests import read_requests
 from flowalign.functional import pairing
 from flowalign.rewards import (
     LogSigmoidCentred,
-    RewardError,
     RewardFailure,
     Rewards,
     Thresholds,
@@ -30,18 +29,16 @@ from flowalign.training.rollouts.advantages import not_dominated
 from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import (
     JudgeCalls,
-    Loadable,
     MediaBatch,
     PastOutcomes,
     Request,
-    RewardModel,
-    RewardOutput,
     RewardSpec,
     plain_requests,
 )
 from reward_models.wrappers.composed import Shifted, list_shifts, shift
 from tests.fixtures.credited import Given, credited
 from tests.fixtures.pixel import Redness
+from tests.fixtures.rated import Rated
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
@@ -74,22 +71,16 @@ class Earlier(Given):
         return self.known
 
 
-class Rank(RewardModel):
+def rank() -> Rated:
     """The share of its group that a sample is redder than."""
 
-    def __init__(self):
-        self.spec = RewardSpec(
-            "rank", ("rank",), "any", (0.0, 1.0), "Apache-2.0", needs=("groups",)
-        )
-        self.groups = []
-
-    def score(self, batch):
-        self.spec.screen(batch)
-        self.groups.append(list(batch.groups))
+    def rate(batch):
         red, group = batch.media[:, 0, 0, 0, 0], torch.tensor(list(batch.groups))
         same = group[:, None] == group
-        wins = ((red[:, None] > red) & same).sum(1) / (same.sum(1) - 1).clamp(min=1)
-        return RewardOutput.build(self.spec, wins[:, None])
+        wins = ((red[:, None] > red) & same).sum(1)
+        return wins / (same.sum(1) - 1).clamp(min=1)
+
+    return Rated(rate, "rank", needs=("groups",))
 
 
 @pytest.mark.slow
@@ -144,36 +135,27 @@ def test_models_run_beside_each_other_each_in_one_thread():
     assert models[0].threads != models[1].threads
 
 
-def test_a_models_error_reaches_the_caller():
-    class Broken(Redness):
-        def score(self, batch):
-            raise ValueError("no")
-
-    with pytest.raises(RewardError, match=r"redness.*ValueError: no "):
-        Rewards([Broken()], {"redness": 1.0}).score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"]))
-
-
 @pytest.mark.parametrize("micro_batch", [3, 64])
 def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
-    model, learner = Rank(), new_learner()
+    model, learner = rank(), new_learner()
     cfg = new_recipe({"micro_batch": micro_batch})
     rewards = Rewards([Redness(), model], {"rank": 1.0})
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
     values = completion_values(cfg.rollouts, learner, rewards, trajectory)([4])[:, 0]
-    assert len(model.groups) == 1
-    assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
-    assert len(set(model.groups[0])) == 3
+    (asked,) = model.asked
+    assert [len(set(asked.groups[i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
+    assert len(set(asked.groups)) == 3
     red = learner.policy.decode(trajectory.state(4))[:, 0, 0, 0, 0].view(3, 4)
     wanted = (red[:, :, None] > red[:, None]).sum(2).flatten() / 3
     assert_close(values[:, 2], wanted)
 
 
 def test_states_of_different_steps_are_different_groups():
-    model, learner = Rank(), new_learner()
+    model, learner = rank(), new_learner()
     cfg = new_recipe(credit=Gain())
     trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
     completion_values(cfg.rollouts, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
-    assert len(set(model.groups[0])) == 6
+    assert len(set(model.asked[0].groups)) == 6
 
 
 def test_metadata_of_a_prompt_reaches_the_models(tmp_path):
@@ -192,17 +174,10 @@ def test_metadata_of_a_prompt_reaches_the_models(tmp_path):
     assert seen == [{"n": 2}, {"text": "A"}, {}]
 
 
-def test_loading_prepares_exactly_the_models_that_need_it():
-    class Heavy(Redness, Loadable):
-        loaded = 0
-
-        def load(self):
-            self.loaded += 1
-
-    heavy = Heavy()
-    heavy.spec = RewardSpec("heavy", ("heavy", "too"), "any", (0.0, 1.0), "Apache-2.0")
+def test_loading_prepares_the_models_that_need_it():
+    heavy = Rated(torch.zeros_like, "heavy")
     Rewards([Redness(), heavy], {"redness": 1.0}).load()
-    assert heavy.loaded == 1
+    assert heavy.loads == 1
 
 
 # Combining ----------------------------------------------------------------------------------------
@@ -262,15 +237,14 @@ def test_a_request_without_its_reference_is_named_with_its_row():
 
 
 def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
-    learner, cfg = new_learner(), new_recipe(advantages={"scale": "none"})
-    reference = LogSigmoidCentred(reference={"redness": -5.0})
-    trajectory = rollout(cfg.rollouts, learner, plain_requests(THREE), 0, 0)
-    plain, raw = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
-    )
-    cfg = new_recipe(advantages={"scale": "none", "value_transform": reference})
-    moved, same = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory)
+    learner, reference = new_learner(), LogSigmoidCentred(reference={"redness": -5.0})
+    trajectory = rollout(new_recipe().rollouts, learner, plain_requests(THREE), 0, 0)
+    (plain, raw), (moved, same) = (
+        credited(cfg, learner, completion_values(cfg.rollouts, learner, new_rewards(), trajectory))
+        for cfg in (
+            new_recipe(advantages={"scale": "none"}),
+            new_recipe(advantages={"scale": "none", "value_transform": reference}),
+        )
     )
     assert raw["reward/redness"] == same["reward/redness"]
     ratio = moved.advantage.abs().sum() / plain.advantage.abs().sum()
@@ -281,20 +255,14 @@ def test_dominated_samples_are_not_trained_and_the_baseline_is_everyones():
     learner = new_learner()
     trajectory = rollout(new_recipe().rollouts, learner, plain_requests(THREE), 0, 0)
     rewards = new_rewards(redness=1.0, green=1.0)
-    everyone, _ = credited(
-        new_recipe(),
-        learner,
-        completion_values(new_recipe().rollouts, learner, rewards, trajectory),
+    (everyone, _), (some, metrics) = (
+        credited(cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory))
+        for cfg in (new_recipe(), new_recipe(advantages={"pareto": "group"}))
     )
-    cfg = new_recipe(advantages={"pareto": "group"})
-    some, metrics = credited(
-        cfg, learner, completion_values(cfg.rollouts, learner, rewards, trajectory)
-    )
-    final = completion_values(cfg.rollouts, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
-    above = (final[:, :, None] >= final[:, None]).all(3) & (final[:, :, None] > final[:, None]).any(
-        3
-    )
-    keep = ~above.any(1).flatten()
+    values = completion_values(new_recipe().rollouts, learner, rewards, trajectory)
+    final = values([4])[:, 0].view(3, 4, 2)
+    a, b = final[:, :, None], final[:, None]
+    keep = ~((a >= b).all(3) & (a > b).any(3)).any(1).flatten()
     assert 0 < keep.sum() < 12
     assert torch.equal(some.mask, everyone.mask & keep[:, None])
     assert_close(some.advantage, everyone.advantage)
@@ -311,11 +279,8 @@ def test_one_weighted_dimension_leaves_the_best_of_the_batch_only():
 
 def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
     for at, rises in ((5.0, True), (-5.0, False)):
-        rewards, cfg = (
-            new_rewards(),
-            new_recipe(advantages={"thresholds": Thresholds(at={"redness": at})}),
-        )
-        weights = [m["weight/redness"] for m in train(cfg, new_learner(), rewards, steps=3)]
+        cfg = new_recipe(advantages={"thresholds": Thresholds(at={"redness": at})})
+        weights = [m["weight/redness"] for m in train(cfg, new_learner(), new_rewards(), steps=3)]
         assert weights[0] == 0.5
         assert (weights[2] > weights[1] > weights[0]) == rises
 
@@ -362,13 +327,6 @@ def test_means_are_over_valid_samples():
 
 
 # Log-sigmoid-centred ------------------------------------------------------------------------------
-
-
-def test_log_sigmoid_centred_by_hand():
-    """A lead of ln 3 over the reference is 3/4, equality is 1/2."""
-    reward, reference = rows([math.log(3) + 1, -2.0]), rows([1.0, -2.0])
-    got = combine.centre_log_sigmoid(reward, known(reward), reference)
-    assert_close(got, rows([math.log(3 / 4), math.log(1 / 2)]))
 
 
 def test_its_sum_is_the_log_probability_that_all_are_good():
@@ -501,18 +459,15 @@ def test_what_makes_no_sense_is_refused():
 # The mean score over shifts of a sample: views, gradients, failures and cost ----------------------
 
 
-class Corner(RewardModel):
+class Corner(Rated):
     """Scores the red value of the upper left pixel; a dark one cannot be scored."""
 
     def __init__(self, needs=()):
-        self.spec = RewardSpec(
-            "corner", ("red",), "any", (0.0, 1.0), "MIT", differentiable=True, needs=needs
-        )
+        super().__init__(self.corner, "corner", ("red",), "dark", differentiable=True, needs=needs)
 
-    def score(self, batch):
+    def corner(self, batch):
         red = batch.media[:, 0, 0, 0, 0]
-        failed = {i: "dark" for i, value in enumerate(red.tolist()) if value == 0}
-        return RewardOutput.build(self.spec, red[:, None], failed)
+        return red.where(red > 0, math.nan)
 
     def judge_calls(self, group_sizes):
         return JudgeCalls(sum(group_sizes))
@@ -585,16 +540,9 @@ def test_calls_are_counted_and_comparing_rewards_are_refused():
 # Functions, methods and modules are rewards, with images and scores in the forms users have -------
 
 
-@pytest.mark.parametrize(
-    ("function", "images", "kind"),
-    [
-        (lambda images: [type(images).__name__ == "Tensor"], "tensor", "tensor"),
-        (lambda images: [isinstance(images, list)], "pil", "pil"),
-    ],
-)
-def test_images_have_the_asked_form_without_an_annotation(function, images, kind):
-    reward = CallableReward(function, "form", images)
-    assert reward.images == kind
+@pytest.mark.parametrize(("form", "kind"), [("tensor", torch.Tensor), ("pil", list)])
+def test_images_have_the_asked_form_without_an_annotation(form, kind):
+    reward = CallableReward(lambda images: [isinstance(images, kind)], "form", form)
     assert reward.score(MediaBatch(torch.zeros(1, 1, 3, 2, 2), ["a"])).values.item() == 1.0
 
 

@@ -54,6 +54,7 @@ from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe
 from tests.fixtures.preference import train as matched
+from tests.fixtures.rated import Rated
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import new_run
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
@@ -97,17 +98,14 @@ def by_colour(latent: Tensor) -> int:
     return round(4 * float(latent[0].sigmoid()))
 
 
-class Watched(RewardModel):
-    """Mean brightness; remembers the frame rates, and needs them."""
+def watched() -> Rated:
+    """Mean brightness, which needs frame rates."""
+    rate = lambda batch: batch.media.mean((1, 2, 3, 4))  # noqa: E731
+    return Rated(rate, "watched", ("bright",), modality="video", needs=("fps",))
 
-    def __init__(self):
-        self.spec = RewardSpec("watched", ("bright",), "video", (0.0, 1.0), "MIT", needs=("fps",))
-        self.fps = []
 
-    def score(self, batch):
-        failed = self.spec.screen(batch)
-        self.fps += list(batch.fps)
-        return RewardOutput.build(self.spec, batch.media.mean((1, 2, 3, 4))[:, None], failed)
+def seen_rates(model: Rated) -> list[float]:
+    return [fps for batch in model.asked for fps in batch.fps]
 
 
 # The rate of frames -------------------------------------------------------------------------------
@@ -115,33 +113,33 @@ class Watched(RewardModel):
 
 @pytest.mark.parametrize(("credit", "states"), [(None, 1), (Gain(), 4)], ids=["outcome", "gain"])
 def test_the_policys_frame_rate_reaches_rewards_of_every_valued_state(credit, states):
-    model, cfg = Watched(), new_recipe(**{"credit": credit} if credit else {})
+    model, cfg = watched(), new_recipe(**{"credit": credit} if credit else {})
     (metrics,) = train(cfg, new_learner(Slides(by_colour)), Rewards([model], {"bright": 1.0}))
-    assert model.fps == [8.0] * 12 * states
+    assert seen_rates(model) == [8.0] * 12 * states
     assert math.isfinite(metrics["reward/bright"])
 
 
 def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(THREE))
-    model, policy = Watched(), Slides(by_colour)
+    model, policy = watched(), Slides(by_colour)
     rewards = Rewards([model], {"bright": 1.0})
     evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
-    assert model.fps == [8.0] * 5
+    assert seen_rates(model) == [8.0] * 5
     cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
     next(cfg.open(new_learner(policy), StreamContext(rewards, 0)).batches([0]))
-    assert model.fps == [8.0] * 11
+    assert seen_rates(model) == [8.0] * 11
 
 
 def test_clips_of_scored_groups_are_matched_at_the_levels_of_credited_steps(tmp_path):
     cfg = groups(tmp_path, {"sde_window": Fixed(0, 2)}, credit=Gain(), clean="completion")
-    model, learner = Watched(), new_learner(Slides(by_colour))
+    model, learner = watched(), new_learner(Slides(by_colour))
     before = flat(learner.policy.denoiser)
     stream = opened(cfg, learner, Rewards([model], {"bright": 1.0}))
     times = SamplerGrid(num_steps=4, stop=2, distinct=True)
     settings = recipe(loss=Weighed(), times=times, times_per_sample=2, micro_batch=5)
     (metrics,) = matched(settings, learner, stream)
-    assert model.fps == [8.0] * 3 * 4 * 3, "two states and the end of twelve samples"
+    assert seen_rates(model) == [8.0] * 3 * 4 * 3, "two states and the end of twelve samples"
     assert math.isfinite(metrics["reward/bright"])
     assert not torch.equal(flat(learner.policy.denoiser), before)
     assert batch_of(stream).examples["latents"].shape == (12, 3, 1, 1, 1)
@@ -149,24 +147,20 @@ def test_clips_of_scored_groups_are_matched_at_the_levels_of_credited_steps(tmp_
 
 def test_pictures_have_no_frame_rate():
     media = torch.rand(2, 1, 3, 4, 5)
-    assert Rewards([Redness()], {}).batch(media, plain_requests(["a", "b"])).fps == ()
-    assert Rewards([Redness()], {}).batch(media, plain_requests(["a", "b"]), fps=12.5).fps == (
-        12.5,
-        12.5,
-    )
+    rewards, requests = Rewards([Redness()], {}), plain_requests(["a", "b"])
+    assert rewards.batch(media, requests).fps == ()
+    assert rewards.batch(media, requests, fps=12.5).fps == (12.5, 12.5)
 
 
 def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights():
     pictures, videos = PixelPolicy(), Slides()
-    for model in (DynamicDegree(), Watched()):
-        with pytest.raises(ValueError, match=f"{model.spec.name}' needs frames per second; Pixel"):
-            Rewards([Redness(), model], {}).check_policy(pictures)
-    with pytest.raises(
-        ValueError, match="'flow_smoothness' scores videos; PixelPolicy makes images"
+    for model, policy, message in (
+        (DynamicDegree(), pictures, "'dynamic_degree' needs frames per second; PixelPolicy"),
+        (FlowSmoothness(), pictures, "'flow_smoothness' scores videos; PixelPolicy makes images"),
+        (Redness(), videos, r"'redness' scores images; Slides .*models\.PerFrame"),
     ):
-        Rewards([FlowSmoothness()], {}).check_policy(pictures)
-    with pytest.raises(ValueError, match=r"'redness' scores images; Slides .*models\.PerFrame"):
-        Rewards([Redness()], {}).check_policy(videos)
+        with pytest.raises(ValueError, match=message):
+            Rewards([model], {}).check_policy(policy)
     Rewards([Redness()], {}).check_policy(pictures)
     Rewards([DynamicDegree(), FlowSmoothness(), PerFrame(Redness())], {}).check_policy(videos)
 
@@ -313,16 +307,13 @@ def test_behind_a_gate_of_motion_calm_is_worth_nothing_to_the_still_clip():
 RATE = 16_000
 
 
-class Loudness(RewardModel):
+def loudness() -> Rated:
     """Largest amplitude of the sound."""
 
-    def __init__(self):
-        self.spec = RewardSpec("loudness", ("loud",), "video", (0.0, 1.0), "", needs=("sound",))
+    def rate(batch):
+        return torch.tensor([s.waveform.abs().max() if s else math.nan for s in batch.sound])
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        failed = self.spec.screen(batch)
-        values = [one.waveform.abs().max() if one else torch.nan for one in batch.sound]
-        return RewardOutput.build(self.spec, torch.tensor(values)[:, None], failed)
+    return Rated(rate, "loudness", ("loud",), modality="video", needs=("sound",))
 
 
 class Humming(VideoPixel, SoundDecoder):
@@ -337,29 +328,17 @@ class Humming(VideoPixel, SoundDecoder):
         return [Sound((volume.sigmoid() * wave)[None], RATE) for volume in x[:, 0, 0, 0, 0]]
 
 
-class Warm(RewardModel):
-    """Mean red, of frames alone."""
-
-    def __init__(self):
-        self.spec = RewardSpec("warm", ("red",), "any", (0.0, 1.0), "")
-
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        assert not batch.sound
-        return RewardOutput.build(self.spec, batch.media[:, :, 0].flatten(1).mean(1)[:, None])
-
-
 def test_the_policys_sound_is_decoded_for_rewards_that_need_it():
     policy = Humming()
     x = policy.noise(3, torch.Generator().manual_seed(0))
-    rewards, requests = Rewards([Loudness()], {"loud": 1.0}), plain_requests(["a", "b", "c"])
+    rewards, requests = Rewards([loudness()], {"loud": 1.0}), plain_requests(["a", "b", "c"])
     rewards.check_policy(policy)
     batch = rewards.decode(policy, x, requests)
     torch.testing.assert_close(
         rewards.score(batch).values[:, 0], x[:, 0, 0, 0, 0].sigmoid(), atol=1e-4, rtol=0
     )
     assert torch.equal(batch.media, policy.decode(x))
-    frames_alone = Rewards([Warm()], {"red": 1.0})
-    frames_alone.score(frames_alone.decode(policy, x, requests))
+    assert not Rewards([Redness()], {}).decode(policy, x, requests).sound
 
 
 def test_sound_stays_with_its_clip_in_parts_and_joined_batches():
@@ -371,13 +350,13 @@ def test_sound_stays_with_its_clip_in_parts_and_joined_batches():
 
 
 def test_rewards_of_sound_are_refused_where_there_is_none():
-    rewards = Rewards([Loudness()], {"loud": 1.0})
+    rewards = Rewards([loudness()], {"loud": 1.0})
     with pytest.raises(ValueError, match="'loudness' scores sound; VideoPixel has none"):
         rewards.check_policy(VideoPixel())
     with pytest.raises(ValueError, match="'loudness' scores sound; only frames are scored here"):
         rewards.check_policy(Humming(), with_sound=False)
     with pytest.raises(ValueError, match="'loudness' scores sound, which requests cannot hold"):
-        start_queues([Loudness()], Limits())
+        start_queues([loudness()], Limits())
 
 
 def test_sound_is_read_from_scored_files(tmp_path):
@@ -388,7 +367,7 @@ def test_sound_is_read_from_scored_files(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    job = ScoringJob(open_dataset(str(data)), [Loudness()], out, 2, 1, max_failed_fraction=0.5)
+    job = ScoringJob(open_dataset(str(data)), [loudness()], out, 2, 1, max_failed_fraction=0.5)
     finish(job, run(job, Progress()), "jsonl")
     first, second = (json.loads(line) for line in (out / "scores.jsonl").open())
     assert first["loud"] == pytest.approx(0.5, abs=0.1)  # AAC is lossy
@@ -397,7 +376,7 @@ def test_sound_is_read_from_scored_files(tmp_path):
 
 
 def test_sampled_videos_have_the_sound_of_the_policy(tmp_path):
-    asked = new_run(tmp_path / "run", models=[Loudness()], weights={"loud": 1.0}, policy=Humming())
+    asked = new_run(tmp_path / "run", models=[loudness()], weights={"loud": 1.0}, policy=Humming())
     requests = plain_requests(["a"])
     job = SamplingJob(asked, {"seed": 3}, requests, 2, 4, 3, None, tmp_path / "out", 2)
     write_folder(job)
@@ -426,21 +405,14 @@ class Mapped(Redness):
         return RewardOutput.build(self.spec, scored.values, places=places)
 
 
-class Silent(Redness):
-    """Declares a map and returns none."""
-
-    def __init__(self):
-        super().__init__()
-        self.spec = replace(self.spec, maps=True)
-
-
 def batch(num=3):
     media = torch.rand(num, 1, 3, 2, 4, generator=torch.Generator().manual_seed(1))
     return MediaBatch(media, ["a"] * num)
 
 
 def test_maps_of_all_models_and_chunks_come_with_the_scores():
-    rewards = Rewards([Mapped(), Other()], {"redness": 1.0})
+    other = Rated(lambda batch: batch.media.mean((1, 2, 3, 4)), "other")
+    rewards = Rewards([Mapped(), other], {"redness": 1.0})
     given = batch(5)
     scoring = rewards.scoring()
     for part in given.chunks(2):
@@ -451,14 +423,6 @@ def test_maps_of_all_models_and_chunks_come_with_the_scores():
     assert {*output.maps} == {"mapped"}
 
 
-class Other(Redness):
-    """A second model, without a map."""
-
-    def __init__(self):
-        super().__init__()
-        self.spec = replace(self.spec, name="other", dims=("else", "more"))
-
-
 def test_a_chunk_that_failed_has_no_map():
     spec = Mapped().spec
     failed = RewardOutput.build(spec, torch.full((2, 2), torch.nan), {0: "x", 1: "x"})
@@ -467,12 +431,13 @@ def test_a_chunk_that_failed_has_no_map():
 
 
 def test_a_declared_map_must_come_and_no_other():
-    with pytest.raises(RewardError, match=r"returned the maps \[\] for 3 samples"):
-        CheckedReward(Silent()).score(batch())
-    undeclared = Mapped()
-    undeclared.spec = replace(undeclared.spec, maps=False)
-    with pytest.raises(RewardError, match=r"expected \[\]"):
-        CheckedReward(undeclared).score(batch())
+    for model, maps, message in (
+        (Redness(), True, r"returned the maps \[\] for 3 samples"),
+        (Mapped(), False, r"expected \[\]"),
+    ):
+        model.spec = replace(model.spec, maps=maps)
+        with pytest.raises(RewardError, match=message):
+            CheckedReward(model).score(batch())
 
 
 def test_declaring_a_map_leaves_fingerprints_alone():

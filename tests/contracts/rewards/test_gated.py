@@ -8,33 +8,26 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch
 from reward_models import Gated, PickScore, QwenYesNo, TransformersDetector
 from reward_models.backbones.reward_bases import choose_device, require_device
+from tests.fixtures.rated import Rated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
-class Channel(RewardModel, Loadable):
-    """Mean of one channel; none for a sample with a black channel."""
+def channel(name, index, **declared) -> Rated:
+    """Mean of one channel, and twice as much; none for a sample with a black channel."""
 
-    def __init__(self, name, channel, modality="any", needs=(), scale=(0.0, 2.0)):
-        self.channel, self.asked, self.loads = channel, [], 0
-        self.spec = RewardSpec(
-            name, (name, f"{name}_twice"), modality, scale, "MIT", False, needs, "none", "3"
-        )
+    def rate(batch):
+        level = batch.media[:, :, index].mean((1, 2, 3))
+        return torch.stack([level, 2 * level], 1).where(level[:, None] > 0, math.nan)
 
-    def load(self):
-        self.loads += 1
-
-    def score(self, batch):
-        failed = self.spec.screen(batch)
-        self.asked += list(batch.prompts)
-        level = batch.media[:, :, self.channel].mean((1, 2, 3))
-        failed |= {i: f"no {self.spec.name}" for i, v in enumerate(level.tolist()) if v == 0}
-        return RewardOutput.build(self.spec, torch.stack([level, 2 * level], 1), failed)
+    return Rated(
+        rate, name, (name, f"{name}_twice"), f"no {name}", **{"scale": (0.0, 2.0)} | declared
+    )
 
 
-RED, GREEN = Channel("red", 0, scale=(-0.5, 2.0)), Channel("green", 1, scale=(0.0, 3.0))
+RED, GREEN = channel("red", 0, scale=(-0.5, 2.0)), channel("green", 1, scale=(0.0, 3.0))
 
 
 def painted(*colours: tuple[float, float]) -> MediaBatch:
@@ -43,7 +36,7 @@ def painted(*colours: tuple[float, float]) -> MediaBatch:
 
 
 def test_below_the_floor_the_reward_is_the_lowest_of_its_scale_and_not_asked():
-    red = Channel("red", 0, scale=(-0.5, 2.0))
+    red = channel("red", 0, scale=(-0.5, 2.0))
     model = Gated(red, GREEN, "green_twice", 0.8)
     batch = painted((0.9, 0.1), (0.3, 0.7), (0.2, 0.4), (0.6, 0.39))
     output = model.score(batch)
@@ -51,7 +44,7 @@ def test_below_the_floor_the_reward_is_the_lowest_of_its_scale_and_not_asked():
     assert_close(output.values[:, 0], torch.tensor([0.1, 0.7, 0.4, 0.39]))
     wanted = [[-0.5, -0.5], [0.3, 0.6], [0.2, 0.4], [-0.5, -0.5]]
     assert_close(output.values[:, 2:], torch.tensor(wanted))
-    assert red.asked == ["p1", "p2"]
+    assert [list(asked.prompts) for asked in red.asked] == [["p1", "p2"]]
     given = Gated(red, GREEN, "green", 0.5, below=-7.0).score(batch).values[:, 2]
     assert_close(given, torch.tensor([-7, 0.3, -7, -7]))
 
@@ -69,7 +62,10 @@ def test_it_keeps_the_contract_of_rewards():
     levels = batch.media[:, :, 1].mean((1, 2, 3)).sort().values.tolist()
     check_contract(Gated(RED, GREEN, "green", (levels[1] + levels[2]) / 2), batch)
     needs = Gated(
-        Channel("red", 0, needs=("prompt",)), Channel("g", 1, "video", ("fps",)), "g", 0.4
+        channel("red", 0, needs=("prompt",)),
+        channel("g", 1, modality="video", needs=("fps",)),
+        "g",
+        0.4,
     )
     assert needs.spec.modality == "video"
     assert needs.spec.needs == ("fps", "prompt")
@@ -89,7 +85,7 @@ def test_every_part_enters_the_fingerprint():
 
 
 def test_both_are_loaded():
-    reward, gate = Channel("red", 0), Channel("green", 1)
+    reward, gate = channel("red", 0), channel("green", 1)
     Gated(reward, gate, "green", 0.5).load()
     assert (reward.loads, gate.loads) == (1, 1)
 
@@ -97,14 +93,16 @@ def test_both_are_loaded():
 def test_what_it_cannot_use_is_refused():
     with pytest.raises(ValueError, match="'blue'; green has green, green_twice"):
         Gated(RED, GREEN, "blue", 0.5)
-    endless = Channel("endless", 0, scale=(-math.inf, math.inf))
+    endless = channel("endless", 0, scale=(-math.inf, math.inf))
     with pytest.raises(ValueError, match="below of Gated is -inf; it must be finite"):
         Gated(endless, GREEN, "green", 0.5)
     assert Gated(endless, GREEN, "green", 0.5, below=-3.0).spec.scale == (-math.inf, math.inf)
     with pytest.raises(ValueError, match="floor of Gated is nan"):
         Gated(RED, GREEN, "green", math.nan)
     with pytest.raises(ValueError, match="red scores images, green videos"):
-        Gated(Channel("red", 0, "image"), Channel("green", 1, "video"), "green", 0.5)
+        Gated(
+            channel("red", 0, modality="image"), channel("green", 1, modality="video"), "green", 0.5
+        )
 
 
 # Devices of reward models -------------------------------------------------------------------------

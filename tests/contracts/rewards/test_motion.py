@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch
 from reward_models import Drift, JpegSize, PerFrame
 from reward_models.backbones.encoders import EfficientNet, Encoder, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
@@ -30,6 +30,7 @@ from reward_models.signals.temporal import (
     to_grey,
 )
 from tests.fixtures.golden import load
+from tests.fixtures.rated import Rated
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -193,30 +194,28 @@ def test_frames_are_encoded_some_at_a_time():
     torch.testing.assert_close(together, torch.cat([one.values for one in alone]))
 
 
-class Brightness(RewardModel):
+def tone(name: str = "tone", needs=()) -> Rated:
     """Mean and red of an image; a dark image has no score."""
 
-    def __init__(self, name: str = "brightness"):
-        self.spec = RewardSpec(name, ("mean", "red"), "image", (0.0, 1.0), "MIT", True)
-
-    def score(self, batch):
-        failed = self.spec.screen(batch)
+    def rate(batch):
         pixels = batch.media.mean((1, 3, 4))
-        failed |= {i: "too dark" for i, p in enumerate(pixels.mean(1).tolist()) if p < 0.01}
         values = torch.stack([pixels.mean(1), pixels[:, 0]], 1)
-        return RewardOutput.build(self.spec, values, failed)
+        return values.where(values[:, :1] >= 0.01, math.nan)
+
+    declared = {"modality": "image", "scale": (0.0, 1.0), "differentiable": True}
+    return Rated(rate, name, ("grey", "red"), "too dark", needs=needs, **declared)
 
 
 def test_drift_is_the_distance_between_both_ends():
     levels = torch.tensor([[0.5, 0.7, 0.1, 0.1, 0.1, 0.2, 0.3], [0.2] * 7])
     media = levels[:, :, None, None, None].repeat(1, 1, 3, 4, 5)
     media[0, 6, 0] = 0.9
-    model = Drift(Brightness(), share=0.3)  # two of seven frames at either end
-    assert model.spec.dims == ("mean_drift", "red_drift")
+    model = Drift(tone(), share=0.3)  # two of seven frames at either end
+    assert model.spec.dims == ("grey_drift", "red_drift")
     values = model.score(MediaBatch(media, ["", ""])).values
     mean = 0.6 - (0.2 + (0.3 + 0.3 + 0.9) / 3) / 2
     torch.testing.assert_close(values, torch.tensor([[-mean, -abs(0.6 - 0.55)], [0, 0]]))
-    ends = Drift(Brightness(), share=0.01).score(MediaBatch(media, ["", ""])).values
+    ends = Drift(tone(), share=0.01).score(MediaBatch(media, ["", ""])).values
     torch.testing.assert_close(ends, torch.tensor([[0, -0.4], [0, 0]]))  # one frame each
 
 
@@ -224,7 +223,7 @@ def test_a_frame_that_cannot_be_scored_makes_its_video_invalid():
     media = torch.full((3, 4, 3, 5, 6), 0.5)
     media[1, 3] = 0
     media[2, 1] = 0  # in the middle: nobody looks
-    output = Drift(Brightness()).score(MediaBatch(media, [""] * 3))
+    output = Drift(tone()).score(MediaBatch(media, [""] * 3))
     assert output.valid.all(1).tolist() == [True, False, True]
     assert output.reasons == {1: "frame 3: too dark"}
 
@@ -234,7 +233,7 @@ def test_drift_refuses_what_it_cannot_use():
         Drift(TemporalFlicker())
     for share in (0.0, 0.6):
         with pytest.raises(ValueError, match=f"share of Drift is {share}"):
-            Drift(Brightness(), share)
+            Drift(tone(), share)
 
 
 CLIPS = [[(20, 20)] * 4, [(20, 20 + 2 * k) for k in range(4)], [(20 + k * k, 20) for k in range(4)]]
@@ -248,7 +247,7 @@ def test_rewards_of_flow_keep_the_contract(model):
 
 @pytest.mark.parametrize(
     "model",
-    [TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(Brightness())],
+    [TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(tone())],
     ids=lambda m: m.spec.name,
 )
 def test_differentiable_rewards_of_time_keep_the_contract(model):
@@ -262,7 +261,7 @@ def test_failed_rows_have_no_gradient_and_spoil_none():
     media = batch.media.clone()
     media[1, 0, 0, 0, 0] = torch.nan
     media.requires_grad_()
-    for model in (TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(Brightness())):
+    for model in (TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(tone())):
         output = model.score(replace(batch, media=media))
         (gradient,) = torch.autograd.grad(output.values[output.valid].sum(), media)
         assert (gradient[1] == 0).all()
@@ -275,9 +274,9 @@ def test_settings_enter_the_fingerprints():
         [
             SubjectConsistency(Mean()),
             SubjectConsistency(Mean("other")),
-            Drift(Brightness()),
-            Drift(Brightness("b")),
-            Drift(Brightness(), 0.2),
+            Drift(tone()),
+            Drift(tone("b")),
+            Drift(tone(), 0.2),
             FlowSmoothness(),
             DynamicDegree(),
             TemporalFlicker(),
@@ -286,28 +285,6 @@ def test_settings_enter_the_fingerprints():
 
 
 # Rewards for images, asked about every frame of a video -------------------------------------------
-
-
-class Tone(RewardModel, Loadable):
-    """Mean and red of an image; a dark image has no score. Stores its inputs."""
-
-    def __init__(self, name: str = "tone", needs=()):
-        self.spec = RewardSpec(
-            name, ("grey", "red"), "image", (0.0, 1.0), "MIT", True, needs, "none", "7"
-        )
-        self.asked: list[MediaBatch] = []
-        self.loads = 0
-
-    def load(self) -> None:
-        self.loads += 1
-
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        failed = self.spec.screen(batch)
-        self.asked.append(batch)
-        pixels = batch.media.mean((1, 3, 4))
-        failed |= {i: "too dark" for i, p in enumerate(pixels.mean(1).tolist()) if p < 0.01}
-        values = torch.stack([pixels.mean(1), pixels[:, 0]], 1)
-        return RewardOutput.build(self.spec, values, failed)
 
 
 def clips(*levels: list[float]) -> MediaBatch:
@@ -323,11 +300,11 @@ GREY = 2.5 / 3  # of a frame whose red is half of its green and blue
 def test_every_frame_is_scored_and_pooled_by_hand():
     batch = clips([0.2, 0.9, 0.4], [0.6, 0.3, 0.3])
     for over, expected in (("mean", [0.5, 0.4]), ("min", [0.2, 0.3])):
-        model = PerFrame(Tone(), over)
+        model = PerFrame(tone(), over)
         assert model.spec.dims == (f"grey_{over}", f"red_{over}")
         wanted = torch.tensor([[level * GREY, level / 2] for level in expected])
         assert_close(model.score(batch).values, wanted)
-    red = PerFrame(Tone(), "soft_min", 0.1).score(batch).values[:, 1].tolist()
+    red = PerFrame(tone(), "soft_min", 0.1).score(batch).values[:, 1].tolist()
     by_hand = [
         -0.1 * math.log(sum(math.exp(-level / 2 / 0.1) for level in row) / 3)
         for row in ([0.2, 0.9, 0.4], [0.6, 0.3, 0.3])
@@ -339,7 +316,7 @@ def test_every_frame_is_scored_and_pooled_by_hand():
 def test_only_so_many_frames_are_looked_at_at_equal_distances():
     batch = clips([0.2, 0.9, 0.4, 0.8, 0.6])
     for frames, seen in ((1, [0.2]), (2, [0.2, 0.6]), (3, [0.2, 0.4, 0.6]), (9, None)):
-        inner = Tone()
+        inner = tone()
         value = PerFrame(inner, frames=frames).score(batch).values[0, 1].item()
         levels = seen or [0.2, 0.9, 0.4, 0.8, 0.6]
         assert value == pytest.approx(sum(levels) / len(levels) / 2)
@@ -347,7 +324,7 @@ def test_only_so_many_frames_are_looked_at_at_equal_distances():
 
 
 def test_frames_keep_what_is_known_of_their_clip_and_never_come_more_than_at_once():
-    inner = Tone()
+    inner = tone()
     batch = replace(
         clips([0.2, 0.9, 0.4], [0.6, 0.3, 0.5]), metadata=[{"n": 1}, {"n": 2}], fps=[8.0, 24.0]
     )
@@ -357,17 +334,17 @@ def test_frames_keep_what_is_known_of_their_clip_and_never_come_more_than_at_onc
     assert [m["n"] for m in inner.asked[1].metadata] == [2, 2]
     assert list(inner.asked[0].fps) == [8.0, 8.0, 8.0, 24.0]
     assert inner.asked[0].media.shape == (4, 1, 3, 4, 6)
-    assert torch.equal(split, PerFrame(Tone(), "min").score(batch).values)
+    assert torch.equal(split, PerFrame(tone(), "min").score(batch).values)
 
 
 def test_a_frame_without_a_score_leaves_its_clip_without_one():
     batch = clips([0.5, 0.4, 0.3, 0.6], [0.5, 0.0, 0.3, 0.0], [0.2, 0.4, 0.3, 0.1])
     for over, t in (("mean", None), ("min", None), ("soft_min", 0.2)):
-        output = PerFrame(Tone(), over, t, at_once=3).score(batch)
+        output = PerFrame(tone(), over, t, at_once=3).score(batch)
         assert output.valid.all(1).tolist() == [True, False, True]
         assert output.values[1].isnan().all()
         assert output.reasons == {1: "frame 1: too dark"}
-    unseen = PerFrame(Tone(), frames=1).score(batch)
+    unseen = PerFrame(tone(), frames=1).score(batch)
     assert unseen.valid.all(), "frames that nobody looks at do not matter"
 
 
@@ -376,14 +353,14 @@ def test_it_keeps_the_contract_of_rewards(over, t):
     batch = example_batch(4, frames=3)
     fading = torch.tensor([0.8, 1.0, 0.6])[None, :, None, None, None]  # one frame is the worst
     batch = replace(batch, media=batch.media * fading)
-    check_contract(PerFrame(Tone(), over, t, at_once=5), batch)
-    check_contract(PerFrame(Tone(needs=("prompt",)), over, t), batch)
+    check_contract(PerFrame(tone(), over, t, at_once=5), batch)
+    check_contract(PerFrame(tone(needs=("prompt",)), over, t), batch)
 
 
 @pytest.mark.parametrize(("over", "t"), [("mean", None), ("min", None), ("soft_min", 0.05)])
 def test_failed_clips_have_no_gradient_and_spoil_none(over, t):
     media = clips([0.5, 0.4, 0.3], [0.5, 0.0, 0.3], [0.2, 0.4, 0.7]).media.requires_grad_()
-    output = PerFrame(Tone(), over, t).score(MediaBatch(media, [""] * 3))
+    output = PerFrame(tone(), over, t).score(MediaBatch(media, [""] * 3))
     (gradient,) = torch.autograd.grad(output.values[output.valid].sum(), media)
     assert gradient.isfinite().all()
     assert gradient.flatten(1).abs().sum(1).gt(0).tolist() == [True, False, True]
@@ -397,20 +374,20 @@ def test_failed_clips_have_no_gradient_and_spoil_none(over, t):
 def test_pooling_and_the_reward_itself_enter_the_fingerprint():
     check_fingerprints(
         [
-            PerFrame(Tone()),
-            PerFrame(Tone(), "min"),
-            PerFrame(Tone(), frames=3),
-            PerFrame(Tone(), "soft_min", 0.1),
-            PerFrame(Tone(), "soft_min", 0.2),
-            PerFrame(Tone("other")),
+            PerFrame(tone()),
+            PerFrame(tone(), "min"),
+            PerFrame(tone(), frames=3),
+            PerFrame(tone(), "soft_min", 0.1),
+            PerFrame(tone(), "soft_min", 0.2),
+            PerFrame(tone("other")),
         ]
     )
-    here, there = (PerFrame(Tone(), at_once=n).spec.fingerprint() for n in (1, 9))
+    here, there = (PerFrame(tone(), at_once=n).spec.fingerprint() for n in (1, 9))
     assert here == there
 
 
 def test_loading_loads_the_reward():
-    inner = Tone()
+    inner = tone()
     PerFrame(inner).load()
     assert inner.loads == 1
 
@@ -419,14 +396,14 @@ def test_loading_loads_the_reward():
     ("make", "message"),
     [
         (lambda: PerFrame(TemporalFlicker()), "temporal_flicker does not"),
-        (lambda: PerFrame(Tone(needs=("groups",))), "tone compares samples"),
-        (lambda: PerFrame(Tone(), "soft_min"), "temperature of PerFrame is None"),
-        (lambda: PerFrame(Tone(), "soft_min", 0.0), "temperature of PerFrame is 0.0"),
-        (lambda: PerFrame(Tone(), "soft_min", math.inf), "temperature of PerFrame is inf"),
-        (lambda: PerFrame(Tone(), "min", 0.5), "temperature of PerFrame is 0.5"),
-        (lambda: PerFrame(Tone(), "mean", -0.5), "temperature of PerFrame is -0.5"),
-        (lambda: PerFrame(Tone(), frames=0), "frames of PerFrame is 0"),
-        (lambda: PerFrame(Tone(), at_once=0), "at_once of PerFrame is 0"),
+        (lambda: PerFrame(tone(needs=("groups",))), "tone compares samples"),
+        (lambda: PerFrame(tone(), "soft_min"), "temperature of PerFrame is None"),
+        (lambda: PerFrame(tone(), "soft_min", 0.0), "temperature of PerFrame is 0.0"),
+        (lambda: PerFrame(tone(), "soft_min", math.inf), "temperature of PerFrame is inf"),
+        (lambda: PerFrame(tone(), "min", 0.5), "temperature of PerFrame is 0.5"),
+        (lambda: PerFrame(tone(), "mean", -0.5), "temperature of PerFrame is -0.5"),
+        (lambda: PerFrame(tone(), frames=0), "frames of PerFrame is 0"),
+        (lambda: PerFrame(tone(), at_once=0), "at_once of PerFrame is 0"),
     ],
 )
 def test_what_it_cannot_use_is_refused(make, message):
