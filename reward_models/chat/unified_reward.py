@@ -202,10 +202,6 @@ class _FormJudge(PairJudge):
             shown["references"] = encode_source(first)
         return [self.wording.render(prompt=first.prompts[0], **shown)]
 
-    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return the result of the first sample in each dimension."""
-        return self.forms[self.form].read(answers[0].text)
-
 
 @dataclass(eq=False, repr=False)
 class UnifiedRewardPair(_FormJudge):
@@ -225,6 +221,10 @@ class UnifiedRewardPair(_FormJudge):
     sampling: Sampling = field(default=_PAIR, kw_only=True)
     forms = _PAIR_FORMS
 
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """Return the result of the first sample in each dimension."""
+        return self.forms[self.form].read(answers[0].text)
+
 
 @dataclass(eq=False, repr=False)
 class UnifiedRewardEdit(_FormJudge):
@@ -238,3 +238,7 @@ class UnifiedRewardEdit(_FormJudge):
     form: Literal["rank", "score"] = "rank"
     sampling: Sampling = field(default=_PAIR, kw_only=True)
     forms, slots = _EDIT_FORMS, ("prompt", "references", "first", "second")
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """Return the result of the first edit."""
+        return self.forms[self.form].read(answers[0].text)

@@ -97,16 +97,8 @@ def test_requests_are_in_flight_together_and_never_more_than_allowed(serve):
     assert chat.most_at_once == 5
 
 
-def test_two_batches_in_a_row_share_one_loop_even_when_both_are_contended(serve):
-    """A semaphore that met two loops raises `bound to a different event loop` in the second."""
-    chat = serve(lambda r: Reply(said(r), delay=0.02))
-    client = client_of(chat, concurrency=2)
-    for batch in range(3):
-        texts = [f"{batch} {i}" for i in range(6)]
-        assert ask(client, *texts) == texts
-
-
 def test_a_client_serves_several_threads_and_code_that_runs_a_loop_of_its_own(serve):
+    """A semaphore that met two loops would raise `bound to a different event loop`."""
     chat = serve(lambda r: Reply(said(r), delay=0.02))
     client = client_of(chat, concurrency=2)
     client.load()

@@ -559,25 +559,17 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
 
 WRONG = {
     "rate": (lambda s: VideoScore2(s, rate=0.0), "rate of VideoScore2 is 0.0"),
-    "frames": (lambda s: YesNo(s, frames=0), "frames of YesNo is 0"),
     "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
     "no tasks": (lambda s: OneReward(s, tasks={}), "tasks is empty"),
     "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),
     "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "lower-case words"),
     "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
     "slots": (lambda s: YesNo(s, template="one_reward"), "must have .*question"),
-    "passes": (lambda s: Sampling(passes=0), "passes is 0"),
     "form": (lambda s: UnifiedRewardPoint(s, "x"), "form of .* is 'x'; .* one of axes, video"),
     "orders": (lambda s: WinRate(OneReward(s), "two"), "orders of WinRate is 'two'"),
-    "pair frames": (lambda s: UnifiedRewardPair(s, frames=0), "frames of UnifiedRewardPair is 0"),
-    "judge frames": (lambda s: ServedYesNo(s, frames=0), "frames of ServedYesNo is 0"),
     "url": (lambda s: replace(s, url="localhost:8000"), "localhost:8000"),
     "model": (lambda s: replace(s, model=""), "model is empty"),
-    "concurrency": (lambda s: replace(s, concurrency=0), "concurrency is 0"),
     "attempts": (lambda s: replace(s, attempts=0), "attempts is 0"),
-    "max_failures": (lambda s: replace(s, max_failures=-1), "max_failures is -1"),
-    "timeout": (lambda s: replace(s, timeout=0.0), "timeout is 0.0"),
-    "rest": (lambda s: replace(s, rest=-1.0), "rest is -1.0"),
 }
 
 
