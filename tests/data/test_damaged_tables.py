@@ -188,7 +188,7 @@ def test_braces_of_too_many_or_no_files_are_refused(tmp_path, braces):
 
 
 def test_a_large_member_of_a_compressed_shard_is_a_bad_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.data.readers.tar_samples._LARGEST", 1 << 20)
+    monkeypatch.setattr("flowalign.data.readers.formats._LARGEST_SAMPLE", 1 << 20)
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         for name, size in (("a.png", 9), ("b.0.png", 1 << 19), ("b.1.png", 1 << 20), ("c.png", 9)):
             member = tarfile.TarInfo(name)

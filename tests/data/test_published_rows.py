@@ -11,7 +11,7 @@ from flowalign.data.media.encode import write_clip
 from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import Segment
 from flowalign.data.readers.formats import RowProblem
-from flowalign.data.readers.published_edits import parse_ranking
+from flowalign.data.readers.published import parse_ranking
 from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.tables import jsonl, only, table
 from tests.fixtures.video_pixel import clip
@@ -382,13 +382,13 @@ def test_a_row_becomes_a_record(tmp_path, schema, row, expected):
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HPD3, {"choice_dist": [4, 12]}, "prefers path2, but path1 is the preferred one"),
-    (CLIPS | ANSWERS, {"VQ": "C"}, "row 2: VQ is 'C'; expected A, B, same or invalid"),
+    (CLIPS | ANSWERS, {"VQ": "C"}, "row 2: VQ is 'C'; expected A, B, same, invalid"),
     (VOTED, {"vote_type": "none"}, "vote_type is 'none'; expected leftvote"),
     (VOTED_EDIT, {"source_image": None}, "row 2: source_image is missing"),
     (EDIT, {"model1_overall_score": 5}, "row 2: path2 has the higher overall score, 6 to 5"),
     (ranked("A>B", 2), ranked("A>B>C", 2), "'A>B>C' does not rank the 2 edits"),
     (ranked("A>B", 2), {"human_vote": {"preference": "A"}}, "human_vote has no ranking"),
-    (MMRB2, {"chosen": "C"}, "chosen is 'C'; expected A or B"),
+    (MMRB2, {"chosen": "C"}, "chosen is 'C'; expected A, a, B, b"),
     (MMRB2, {"response_a": answer(["text", "no"])}, "response_a has 0 images; only pairs of one"),
     (MMRB2, {"response_b": answer(["image", "x"], ["image", "y"])}, "response_b has 2 images"),
     (MMRB2, {"response_b": "text"}, "response_b is not a list of [text or image, content]"),

@@ -9,13 +9,12 @@ from pathlib import Path
 from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.published import PUBLISHED
-from flowalign.data.readers.published_edits import PUBLISHED_EDITS
 from flowalign.data.readers.schema import Fields, Schema, split_names
 from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows, parse_columns
 from flowalign.data.readers.training_rows import GENERIC, NAMES, TRAINING
 
 __all__ = ["SCHEMAS", "Columns", "Dataset", "Source", "open_dataset", "parse_columns"]
-SCHEMAS = {schema.name: schema for schema in (*TRAINING, *PUBLISHED, *PUBLISHED_EDITS)}
+SCHEMAS = {schema.name: schema for schema in (*TRAINING, *PUBLISHED)}
 _LOOKED_AT = 20
 """Number of first records that are searched for a prompt."""
 

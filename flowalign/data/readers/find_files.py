@@ -18,8 +18,8 @@ from flowalign.data.readers.formats import (
     read_json,
     read_jsonl,
     read_parquet,
+    read_tar,
 )
-from flowalign.data.readers.tar_samples import read_tar
 from flowalign.utils.console import get_log
 from flowalign.utils.files import explain_shape, read_object
 

@@ -85,6 +85,22 @@ class Fields:
         """Return `count` finite numbers; None if absent."""
         return parse_numbers(self.value(name), name, count) if name in self else None
 
+    def choice(
+        self, name: str, first: str, second: str, tie: str = "", none: str = ""
+    ) -> list[float] | None:
+        """Return the ranks of two items by an answer; None if it is absent or one of `none`.
+
+        Each kind of answer has alternatives, as in `leftvote|left`.
+        """
+        answer = self.value(name)
+        if answer is None or str(answer) in none.split("|"):
+            return None
+        for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
+            if str(answer) in answers.split("|"):
+                return ranks
+        known = filter(None, "|".join((first, second, tie, none)).split("|"))
+        raise RowProblem(f"{name} is {answer!r}; expected {', '.join(known)}")
+
     def medium(self, names: str, fps: float | None = None) -> Media:
         """Return an image or video: a path, bytes, a struct of both, or a PIL image."""
         name = self.find(names)
@@ -186,14 +202,6 @@ def normalise_votes(votes: Sequence[float], name: str) -> list[float]:
     if min(votes) < 0 or sum(votes) <= 0:
         raise RowProblem(f"{name} {list(votes)} cannot be votes")
     return [vote / sum(votes) for vote in votes]
-
-
-def parse_choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
-    """Convert an answer about two items to their ranks; None if the answer is unknown."""
-    for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
-        if answer in answers:
-            return ranks
-    return None
 
 
 def _is_plain(value: Any) -> bool:
