@@ -143,15 +143,6 @@ def test_mixed_sizes_can_be_asked_for(folder):
     assert tally.total == 0
 
 
-def test_a_photograph_turned_by_its_exif_data_has_the_size_that_is_shown(folder):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (8, 12), (200, 10, 10)).save(folder / "turned.jpg", exif=exif)
-    row = {"prompt": "p", "chosen": "a.png", "rejected": "turned.jpg"}
-    found, _ = read_pairs(jsonl(folder, row))
-    assert len(found) == 1
-
-
 def video(path: Path, frames: int) -> None:
     shades = [(40 * k % 256, len(path.stem), 5) for k in range(frames)]
     encode(path, [np.full((16, 32, 3), shade, np.uint8) for shade in shades])
@@ -362,13 +353,6 @@ def test_the_noise_level_of_local_dpo_says_what_its_mask_counts_and_of_other_pai
     assert "strength is 0; it is a noise level above 0.6" in dropped(tally)
     (other,), _ = read_pairs(jsonl(folder, pair(strength="strong", mask="m.safetensors")))
     assert other.mask_strength == 1.0
-
-
-def test_local_dpo_pairs_have_their_weight_and_stage_as_numbers(folder):
-    (folder / "m.safetensors").write_bytes(b"")
-    row = {"caption": "p", "positive": "a.png", "negative": "b.png", "mask": "m.safetensors"}
-    (found,), _ = read_pairs(jsonl(folder, row | {"weight": "0.5", "stage": 2.0}))
-    assert (found.weight, found.stage) == (0.5, 2)
 
 
 # Samples ------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The properties of media before encoding equal those after decoding."""
 
-import io
 import json
 import os
 from fractions import Fraction
@@ -103,12 +102,6 @@ def test_bytes_have_the_shape_of_their_file(tmp_path, name):
     data = as_bytes(medium)
     assert Inspection().shape(data) == Inspection().shape(medium)
     assert len(decode(data).pixels) == FILES[name]
-
-
-def test_a_picture_in_bytes_is_no_animation(tmp_path):
-    buffer = io.BytesIO()
-    Image.new("RGB", (5, 9)).save(buffer, format="PNG")
-    assert Inspection().shape(Media(data=buffer.getvalue())) == (5, 9, 1)
 
 
 ANIMATED = {"a.png": {}, "default.png": {"default_image": True}, "a.avif": {}, "a.webp": {}}

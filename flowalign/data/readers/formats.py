@@ -231,7 +231,7 @@ def _is_time(kind: Any) -> bool:
     return types.is_temporal(kind)
 
 
-# Tar files in the layout of webdataset -------------------------------------------------------------
+# Tar files in the layout of webdataset ------------------------------------------------------------
 
 _LARGEST_SAMPLE = 1 << 30
 """Bytes of a sample; a small file can unpack to much more."""

@@ -99,14 +99,6 @@ def test_transparent_frames_of_a_video_are_shown_on_white(tmp_path, ending, code
     assert (pixels[..., 36:] - red).abs().max() <= 16
 
 
-def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
-    image = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise by a quarter
-    image.save(tmp_path / "a.png", exif=exif)
-    assert decode(Media(str(tmp_path / "a.png"))).pixels[0, 0].tolist() == [[3, 0], [4, 1], [5, 2]]
-
-
 def test_a_video_has_its_frames_and_rate(tmp_path):
     video(tmp_path / "a.mp4", 12, fps=8)
     clip = decode(Media(str(tmp_path / "a.mp4"), fps=99.0))
