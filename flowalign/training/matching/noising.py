@@ -132,7 +132,7 @@ def noise_for(
     if "group" in cfg.loss.needs:
         groups = examples["group"].tolist()
     drawn = [_draws(cfg, policy, shape, first + i, group, key) for i, group in enumerate(groups)]
-    empty = torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, cfg.states.draws)
+    empty = torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, cfg.states.rows - 1)
     sigma, noise, uniform = (torch.cat(all_of) for all_of in zip(empty, *drawn, strict=True))
     index = torch.arange(count).repeat_interleave(levels)
     level = torch.arange(levels).repeat(count)
@@ -163,7 +163,7 @@ def _draws(
     source = shared if cfg.loss.shared_noise else own
     # Draw times, then noise, then uniform numbers: changing the order changes seeded runs.
     noise = torch.randn(cfg.times_per_sample, *shape, generator=source)
-    return sigma, noise, torch.rand(cfg.times_per_sample, cfg.states.draws, generator=own)
+    return sigma, noise, torch.rand(cfg.times_per_sample, cfg.states.rows - 1, generator=own)
 
 
 def _of_steps(

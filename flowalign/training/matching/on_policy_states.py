@@ -35,7 +35,6 @@ from flowalign.types import Batch, ModelPlan, Trajectory
 from flowalign.types.losses import STEPS
 from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.types.trajectory import take_rows
-from flowalign.utils.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ class OnPolicyStates(TrainingPrompts, DataSource):
                 )
         reason = "its states are matched and weighted by their steps: set it to null"
         self.sampling.refuse_precision(self.key, reason)
-        self.rollouts.empty_trajectory(self.window(0))
+        self.rollouts.empty_trajectory(self.rollouts.window(0))
 
     @property
     @override
@@ -83,7 +82,7 @@ class OnPolicyStates(TrainingPrompts, DataSource):
     @property
     @override
     def random_steps(self) -> Set[int]:
-        steps = [{*self.sampling.stochastic(self.window(i))} for i in (0, SEVERAL)]
+        steps = [{*self.sampling.stochastic(self.rollouts.window(i))} for i in (0, SEVERAL)]
         return steps[0] & steps[1]
 
     @property
@@ -126,7 +125,7 @@ class OnPolicyStates(TrainingPrompts, DataSource):
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         check_prompts_per_step(self.key, self.prompts_per_step, world)
-        cfg, window = self.rollouts, self.window(0)
+        cfg, window = self.rollouts, self.rollouts.window(0)
         counts = rollout_evaluations(cfg, window, run.policy.evaluations_per_velocity)
         random = sorted(self.random_steps) or "none"
         return RecipePlan(
@@ -144,10 +143,6 @@ class OnPolicyStates(TrainingPrompts, DataSource):
         """Return the stream, which samples each batch at its step."""
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
         return OnPolicyStream(self, learner, requests)
-
-    def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
-        """Return the stochastic denoising steps of one training step."""
-        return self.rollouts.window(step, generator(seed, "window", step))
 
     @property
     def rollouts(self) -> RolloutSettings:

@@ -217,11 +217,6 @@ class Rollouts(TrainingPrompts, DataSource):
     def __post_init__(self) -> None:
         """Reject settings outside their ranges, and groups that cannot be compared."""
         require_ranges(self, self.key)
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"{self.key}.samples_per_prompt is {self.samples_per_prompt}; "
-                "a pair takes at least 2"
-            )
         self.advantages.check_groups(self.key, self.samples_per_prompt)
         self.advantages.refuse_extremes(self.key, f"{self.key}.rule chooses the samples")
         self._check_credit()
@@ -266,11 +261,6 @@ class Rollouts(TrainingPrompts, DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if there is no weighted reward to compare samples by."""
-        if not run.rewards.weights.any():
-            raise ValueError(
-                "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
-                "rewards, and give at least one of their dimensions a weight"
-            )
         self.advantages.check(self.key, run, self.prompts)
         if self.sampling is not None:
             self.sampling.check_precision(self.key, run.policy)

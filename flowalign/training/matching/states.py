@@ -193,13 +193,11 @@ class StateSource(ABC):
 
     @property
     def rows(self) -> int:
-        """Return the number of matched states per row and noise level."""
-        return 1
+        """Return the number of matched states per row and noise level.
 
-    @property
-    def draws(self) -> int:
-        """Return the number of random numbers that each noise level needs."""
-        return 0
+        All but the first need one random number each.
+        """
+        return 1
 
     def scale(self, policy: Policy) -> float | None:  # noqa: ARG002
         """Return the guidance scale of the policy's step to the states; None if there is no step.
@@ -275,11 +273,6 @@ class GuidedStep(StateSource):
     @override
     def rows(self) -> int:
         return 1 + self.count
-
-    @property
-    @override
-    def draws(self) -> int:
-        return self.count
 
     @override
     def scale(self, policy: Policy) -> float:
