@@ -18,7 +18,7 @@ from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.ranks import results_of_two
+from tests.fixtures.ranks import assert_two_equal_one, results_of_two, untimed
 from tests.fixtures.training import ALONE, PROMPTS, checked, flat, new_learner
 
 FAST = Optimizer(learning_rate=1e-2, weight_decay=0.0)
@@ -56,11 +56,6 @@ def weights(learner):
     return torch.cat(parts)
 
 
-def untimed(metrics):
-    other = ("timing/", "throughput", "check/")
-    return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
-
-
 @pytest.mark.parametrize("settings", [PLAIN, REWARDED], ids=["TDM", "TDM-R1"])
 def test_micro_batches_of_any_size_make_the_same_updates(settings):
     whole, parts = (opened(recipe(**settings | {"micro_batch": n})) for n in (100, 4))
@@ -73,13 +68,13 @@ def test_micro_batches_of_any_size_make_the_same_updates(settings):
 def test_a_resumed_run_goes_on_bit_for_bit(settings, tmp_path):
     cfg = recipe(**settings)
     straight, learner = opened(cfg)
-    expected = untimed(straight.run(range(3)))
+    expected = untimed([*straight.run(range(3))], "check/")
     first, half = opened(cfg)
     list(first.run(range(2)))
     folder = checkpoint.save(tmp_path, 2, half, "", {"loop": first.state()})
     resumed, other = opened(cfg)
     resumed.restore(checkpoint.restore(folder, other)["loop"])
-    assert untimed(resumed.run([2])) == expected[2:]
+    assert untimed([*resumed.run([2])], "check/") == expected[2:]
     assert torch.equal(weights(other), weights(learner))
 
 
@@ -88,7 +83,7 @@ KINDS = {"plain": PLAIN, "rewarded": REWARDED}
 
 def _made(kind, folder, processes):
     loop, learner = opened(recipe(**KINDS[kind]), processes, fail_on="ccc")
-    metrics = untimed(loop.run(range(3)))
+    metrics = untimed([*loop.run(range(3))], "check/")
     return weights(learner), metrics
 
 
@@ -96,15 +91,7 @@ def _made(kind, folder, processes):
 def test_two_processes_make_the_updates_of_one(tmp_path):
     results = results_of_two(_made, KINDS, tmp_path)
     for kind in KINDS:
-        first, second = results(kind)
-        assert torch.equal(first[0], second[0])
-        assert first[1] == second[1]
-        alone, metrics = _made(kind, tmp_path, ALONE)
-        torch.testing.assert_close(first[0], alone, atol=1e-6, rtol=1e-6)
-        for ours, theirs in zip(metrics, first[1], strict=True):
-            assert ours.keys() == theirs.keys()
-            for key, value in ours.items():
-                assert value == pytest.approx(theirs[key], rel=1e-3, abs=1e-5, nan_ok=True), key
+        assert_two_equal_one(results(kind), _made(kind, tmp_path, ALONE))
 
 
 @pytest.mark.parametrize("settings", [PLAIN, REWARDED], ids=["TDM", "TDM-R1"])

@@ -24,19 +24,26 @@ from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.stored_credit import lead_of_chosen
-from flowalign.training.recipe import RunContext
 from flowalign.training.reference import EMA
 from flowalign.types.trajectory import Completion
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import as_recipe, painted, recipe, stored, train
-from tests.fixtures.ranks import results_of_two
+from tests.fixtures.ranks import assert_two_equal_one, results_of_two, untimed
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import Killed, Mortal, go, new_run, weigh
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.stopped_runs import assert_same_run
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import (
+    ALONE,
+    context,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    trained_policy,
+)
 
 STOCHASTIC = {"sde_window": AllButLast()}
 GRID = SamplerGrid(num_steps=4, distinct=True)
@@ -45,19 +52,6 @@ GRID = SamplerGrid(num_steps=4, distinct=True)
 def redness(latents):
     pixels = latents.sigmoid()
     return pixels[:, 0] - pixels[:, 2]
-
-
-def trained_policy(seed: int) -> PixelPolicy:
-    """Another network with different samples."""
-    policy = PixelPolicy(seed=seed)
-    with torch.no_grad():
-        policy.denoiser[-1].weight.normal_(generator=torch.Generator().manual_seed(seed))
-    return policy
-
-
-def context(rewards: Rewards | None = None, **changes) -> RunContext:
-    given = {"policy": PixelPolicy(), "rewards": rewards or new_rewards(), "num_steps": 1}
-    return RunContext(**given | changes)
 
 
 # The source ---------------------------------------------------------------------------------------
@@ -183,7 +177,7 @@ def test_the_plan_counts_previews_and_samples(tmp_path):
     costs.count(policy.denoiser)
     rewards = Rewards([Redness()], {"redness": 1.0}, costs=costs)
     batch_of(opened(cfg, new_learner(policy), rewards))
-    work = cfg.plan(context(rewards), policy.plan(), 1).work
+    work = cfg.plan(context(rewards=rewards), policy.plan(), 1).work
     assert work.evaluations["sampling"] == 3 * (7 * 3 + 4 * 4) == costs.network_evaluations
     assert work.decodes == 3 * (7 + 4) == costs.decodes
 
@@ -365,7 +359,7 @@ def test_a_run_costs_what_the_plan_says(tmp_path, credit):
     times = SamplerGrid(num_steps=4, stop=3, distinct=True)
     whole = as_recipe(recipe(loss=Weighed(), times=times, times_per_sample=3), cfg)
     train(whole, learner, opened(cfg, learner, rewards), steps=2)
-    plan = whole.plan(context(rewards), policy.plan(), 1)
+    plan = whole.plan(context(rewards=rewards), policy.plan(), 1)
     rows, work = plan.rows, plan.work
     # a level whose step has no credit is left out
     assert work.bounds == ({"evaluations"} if credit else set())
@@ -474,7 +468,7 @@ def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data.prompts_per_step is 3, fewer than the 4"):
         matching(groups(tmp_path)).plan(run, plan, 4)
     with pytest.raises(ValueError, match="rewards is empty"):
-        matching(groups(tmp_path)).check(context(Rewards([], {})))
+        matching(groups(tmp_path)).check(context(rewards=Rewards([], {})))
     as_recipe(recipe(loss=SFT()), groups(tmp_path)).check(run)
 
 
@@ -510,9 +504,7 @@ def _made(name: str, folder: Path, processes: Processes):
     rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0}) if name == "_steps" else None
     stream = opened(cfg, learner, rewards)
     metrics = train(recipe(**{"micro_batch": 4} | changes), learner, stream, 3)
-    pace = ("timing/", "throughput", "pairs_per_second", "check/max_rank", "check/moved")
-    kept = [{k: v for k, v in m.items() if not k.startswith(pace)} for m in metrics]
-    return flat(learner.policy.denoiser), kept
+    return flat(learner.policy.denoiser), untimed(metrics)
 
 
 @pytest.fixture(scope="module")
@@ -526,13 +518,7 @@ def on_two(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
     folder, results = on_two
-    first, second = results(name)
-    assert torch.equal(first[0], second[0]), "ranks hold different weights"
-    assert first[1] == second[1], "ranks report different metrics"
-    weights, metrics = _made(name, folder, ALONE)
-    assert_close(first[0], weights, atol=1e-6, rtol=1e-6)
-    for ours, theirs in zip(metrics, first[1], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True)
+    assert_two_equal_one(results(name), _made(name, folder, ALONE))
 
 
 # Stored pairs whose denoising steps are weighted by credit from stored values of their ------------

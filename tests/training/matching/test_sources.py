@@ -34,14 +34,13 @@ from flowalign.sampling.inference import generate
 from flowalign.training.matching import EMAReference, Rollouts, SamplerGrid, StoredDataset
 from flowalign.training.matching.matching_loop import measure_held_out
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import jsonl, logit, paint, painted, recipe, shade, stored, train
-from tests.fixtures.ranks import results_of_two
-from tests.fixtures.training import ALONE, flat, new_learner
+from tests.fixtures.ranks import assert_two_equal_one, results_of_two, untimed
+from tests.fixtures.training import ALONE, context, flat, new_learner
 
 
 def rows_of(count: int) -> torch.Tensor:
@@ -118,18 +117,13 @@ def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_
     assert stored(painted(tmp_path, 4), new_learner()).held_out() is None
 
 
-def told_of(rewards: Rewards) -> RunContext:
-    """The description of a run with these rewards that a source receives."""
-    return RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=1, evaluates=True)
-
-
 def test_files_that_do_not_exist_are_refused_by_name(tmp_path):
-    path, rewards = painted(tmp_path, 2), told_of(Rewards([], {}))
-    StoredDataset(path=path).check(rewards)
+    path, run = painted(tmp_path, 2), context(evaluates=True)
+    StoredDataset(path=path).check(run)
     with pytest.raises(ValueError, match=r"no/train\.jsonl' does not exist"):
-        StoredDataset(path="no/train.jsonl").check(rewards)
+        StoredDataset(path="no/train.jsonl").check(run)
     with pytest.raises(ValueError, match=r"no/test\.jsonl' does not exist"):
-        StoredDataset(path=path, held_out="no/test.jsonl").check(rewards)
+        StoredDataset(path=path, held_out="no/test.jsonl").check(run)
 
 
 def with_broken_rows(folder: Path, good: int, missing: int, ties: int) -> str:
@@ -749,7 +743,7 @@ def test_a_run_costs_what_the_plan_says(prompts):
     stream = opened(prompts, rewards, learner, rule=Gap())
     cfg = recipe(updates_per_step=2, epochs_per_step=3)
     train(cfg, learner, stream, steps=2)
-    plan = source(prompts, rule=Gap()).plan(told_of(rewards), learner.policy.plan(), 1)
+    plan = source(prompts, rule=Gap()).plan(context(rewards=rewards), learner.policy.plan(), 1)
     assert plan.rows["samples per step"] == "12 = 3 prompts x 4"
     assert plan.rows["pairs per step"] == "at most 18"
     sampling, calls = plan.work.count("sampling"), plan.work.reward_calls
@@ -778,8 +772,8 @@ def test_rules_with_margins_that_no_pair_can_have_are_refused_by_name(value):
 def test_rollouts_that_compare_nothing_are_refused(prompts):
     cfg = Rollouts(prompts=prompts)
     with pytest.raises(ValueError, match="no reward has a weight other than 0"):
-        cfg.check(told_of(Rewards([Redness()], {"redness": 0.0})))
-    cfg.check(told_of(Rewards([Redness()], {"redness": 1.0})))
+        cfg.check(context(rewards=Rewards([Redness()], {"redness": 0.0})))
+    cfg.check(context(rewards=Rewards([Redness()], {"redness": 1.0})))
     with pytest.raises(ValueError, match="samples_per_prompt is 1, so a group"):
         Rollouts(prompts=prompts, samples_per_prompt=1)
     for name in ("prompts_per_step", "num_steps", "micro_batch"):
@@ -877,9 +871,8 @@ RUNS = {f.__name__: f for f in (_stored, _samples, _rollouts_pairs, _rollouts_ro
 
 def _made(name: str, folder: Path, processes: Processes):
     learner, metrics, shown, loss_state = RUNS[name](folder, processes)
-    pace = ("timing/", "throughput", "pairs_per_second", "check/max_rank", "check/moved")
-    kept = [{k: v for k, v in m.items() if not k.startswith(pace)} for m in metrics]
-    return flat(learner.policy.denoiser), [*kept, shown], loss_state, learner.num_updates
+    found = flat(learner.policy.denoiser), [*untimed(metrics), shown]
+    return *found, loss_state, learner.num_updates
 
 
 @pytest.fixture(scope="module")
@@ -895,15 +888,8 @@ def on_two(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
     folder, results = on_two
-    first, second = results(name)
-    assert torch.equal(first[0], second[0]), "ranks hold different weights"
-    for ours, theirs in zip(first[1], second[1], strict=True):
-        assert ours == theirs, "ranks report different metrics"
-    assert first[2:] == second[2:]
-    weights, metrics, loss_state, updates = _made(name, folder, ALONE)
-    assert updates > 0
-    assert first[3] == updates
-    assert first[2] == pytest.approx(loss_state, rel=1e-4)
-    assert_close(first[0], weights, atol=1e-6, rtol=1e-6)
-    for ours, theirs in zip(metrics, first[1], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True)
+    both, alone = results(name), _made(name, folder, ALONE)
+    assert_two_equal_one(both, alone)
+    loss_state, updates = both[0][2:]
+    assert updates == alone[3] > 0
+    assert loss_state == pytest.approx(alone[2], rel=1e-4)
