@@ -1,19 +1,16 @@
 """References of the policy, and that a stopped run resumes with them bit for bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign import runs
 from flowalign.losses import DPO, AutoBeta, LinearDPO
 from flowalign.runs.config import Run
 from flowalign.training import checkpoint
-from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.held_out_evaluation import Evaluation
-from flowalign.training.learner import Optimizer
 from flowalign.training.matching import (
     EMAReference,
     FrozenBase,
@@ -22,12 +19,15 @@ from flowalign.training.matching import (
     Teacher,
     matching_loop,
 )
-from flowalign.training.reference import Ema, WeightOverride, conditional
+from flowalign.training.reference import WeightOverride, conditional
 from flowalign.types import UserConditioning, plain_requests
+from tests.fixtures import small_run
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import as_recipe, painted, pairs, recipe, train
 from tests.fixtures.rounding import assert_equal_up_to_rounding
+from tests.fixtures.small_run import Killed, go
+from tests.fixtures.stopped_runs import assert_same_run, metrics, state
 from tests.fixtures.training import flat, new_learner
 
 X = torch.tensor([[0.3, -1.2, 0.8], [2.0, 0.1, -0.4]])
@@ -229,17 +229,12 @@ def test_without_guidance_a_swapped_reference_is_still_the_other_weights():
 # A run that was stopped ---------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """What no code may catch and survive."""
-
-
 def new_run(folder, data=None, **changes) -> Run:
     """Five steps with all that carries state."""
     path, shown = folder.parent / "data.jsonl", folder.parent / "shown.jsonl"
     if not path.exists():
         painted(folder.parent, 6)
         painted(folder.parent, 3, "shown")
-        (folder.parent / "prompts.txt").write_text("p\nppp\n")
     data = data or StoredDataset(
         path=str(path), held_out=str(shown), batch_size=4, flip=0.5, prompt_dropout=0.3
     )
@@ -250,22 +245,10 @@ def new_run(folder, data=None, **changes) -> Run:
         updates_per_step=2,
         displacement_patience=2,
     )
-    defaults = {
-        "policy": PixelPolicy(),
-        "num_steps": 5,
-        "output_dir": str(folder),
-        "threads": 1,
-        "seed": 4,
-        "evaluation": Evaluation(
-            prompts={"all": str(folder.parent / "prompts.txt")}, num_prompts=4, num_steps=2, every=2
-        ),
-        "recipe": as_recipe(settings, data),
-        "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
-        "ema": Ema(decay=0.6, every=2),
-        "checkpoints": Checkpoints(every=1),
-        "device": "cpu",
-    }
-    return Run(**defaults | changes)
+    prompts = {"all": str(folder.parent / "prompts.txt")}
+    evaluation = Evaluation(prompts=prompts, num_prompts=4, num_steps=2, every=2)
+    own = {"recipe": as_recipe(settings, data), "rewards": [], "evaluation": evaluation}
+    return replace(small_run.new_run(folder), **own | changes)
 
 
 class Answering(PixelPolicy, UserConditioning):
@@ -288,23 +271,9 @@ def test_users_may_be_hidden_from_a_policy_that_answers_to_them(tmp_path):
         new_run(tmp_path / "run", **hiding)
 
 
-def go(run, resume=None) -> dict:
-    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume))
-
-
-def state(folder, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state" / "training.safetensors")
-
-
 def loss_state(folder, step: int) -> dict[str, float]:
     where = folder / "checkpoints" / f"step-{step:06d}" / "state" / "loop.json"
     return json.loads(where.read_text())["loop"]["loss_state"]
-
-
-def metrics(folder) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    unequal = ("timing/", "throughput", "pairs_per_second", "seconds", "check/", "cost/")
-    return [{k: v for k, v in r.items() if not k.startswith(unequal)} for r in rows]
 
 
 @pytest.mark.parametrize("after", [1, 3])
@@ -328,18 +297,10 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
     newest = checkpoint.latest(broken / "checkpoints")
     assert newest == broken / "checkpoints" / f"step-{after:06d}"
     assert go(new_run(broken), newest)["status"] == "finished"
-    one, other = state(straight, 5), state(broken, 5)
-    assert one.keys() == other.keys()
-    assert {name.partition(".")[0] for name in one} == {
-        "parameter",
-        "ema",
-        "reference",
-        "optimizer",
-    }
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert_same_run(straight, broken, 5)
+    assert any(name.startswith("reference.") for name in state(broken, 5))
     assert loss_state(straight, 5) == loss_state(broken, 5)
     assert loss_state(straight, 5)["typical_margin"] > 0
-    assert metrics(straight) == metrics(broken)
     evaluated = {r["evaluated_after"]: r for r in metrics(broken) if "evaluated_after" in r}
     assert sorted(evaluated) == [0, 2, 4, 5]
     assert evaluated[0]["eval/pairs/implicit_accuracy"] == 0.5
