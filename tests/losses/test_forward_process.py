@@ -26,6 +26,7 @@ from flowalign.training.recipe import RunContext
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import FIELDS
 from tests.fixtures.golden import load, tiny_velocity
+from tests.fixtures.matching_losses import LOSSES
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import train
 from tests.fixtures.scored import batch_of, groups, opened
@@ -357,38 +358,9 @@ def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
 
 # Rows, weights and processes ----------------------------------------------------------------------
 
-EVERY = {
-    "nft": NFT(beta=0.5),
-    "awm": AWM(),
-    "awm_old": AWM(ratio_to="old", clip=50.0, weighting="huber"),
-    "dgpo": DGPO(beta=2.0, clip=50.0),
-    "dgpo_old": DGPO(beta=2.0, relative_to="old", clip=None),
-    "crd": CRD(),
-    "crd_bce": CRD(form="bce", kl=0.0),
-    "crd_temperature": CRD(temperature=0.3, kl=0.0),
-    "kvpo": KVPO(kl=0.2),
-}
+EVERY = {k: v for k, v in LOSSES.items() if "advantage" in v.needs}
 every = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
-
-
-def only_needed(loss: MatchingLoss, batch: Batch) -> Batch:
-    """The evaluations that the loop would make for this loss."""
-    return batch.without(*(name for name in FIELDS if name not in loss.needs))
-
-
 WEIGHT = tensor([1.4, 0.3, 0.9, 2.0, 1.1, 0.6], dtype=torch.float64)
-
-
-@every
-def test_a_loss_needs_only_what_it_requires_and_logs_numbers_without_gradient(loss):
-    value, stats, grad = run(loss, only_needed(loss, drawn(weight=WEIGHT)))
-    assert value.shape == ()
-    assert grad.isfinite().all()
-    assert grad.flatten(1).abs().amax(1).min() > 0
-    assert torch.equal(stats["policy_loss"], value)
-    for name, stat in stats.items():
-        assert (stat.shape, stat.requires_grad) == ((), False), name
-        assert stat.isfinite(), name
 
 
 @every
@@ -400,38 +372,6 @@ def test_good_samples_are_matched_better_and_bad_ones_worse_at_the_start(loss):
     grad = run(loss, drawn(advantage).with_columns(**dict.fromkeys(FIELDS, policy)))[2]
     slope = (grad * policy).flatten(1).sum(1)
     assert torch.equal(slope.sign(), advantage.sign())
-
-
-@every
-def test_the_order_of_rows_does_not_matter(loss):
-    batch = drawn(weight=WEIGHT)
-    index = tensor([3, 5, 0, 4, 1, 2])
-    value, _, grad = run(loss, batch)
-    other, _, moved = run(loss, batch.take(index))
-    assert_close(other, value)
-    assert_close(moved, grad[index])
-
-
-@every
-def test_weights_multiply_what_rows_teach(loss):
-    value, _, grad = run(loss, drawn(weight=WEIGHT))
-    twice, _, double = run(loss, drawn(weight=2 * WEIGHT))
-    assert_close(twice, 2 * value)
-    assert_close(double, 2 * grad)
-    if not isinstance(loss, KVPO):  # the softmax of a group teaches all of its rows
-        nothing = WEIGHT.clone()
-        nothing[2] = 0
-        assert run(loss, drawn(weight=nothing))[2][2].abs().max() == 0
-
-
-@every
-def test_losses_that_compare_rows_say_so(loss):
-    batch = drawn(weight=WEIGHT)
-    grad = run(loss, batch)[2]
-    halves = torch.zeros_like(grad)
-    for index in (tensor([0, 1, 4]), tensor([2, 3, 5])):
-        halves[index] = run(loss, batch.take(index))[2] / 2
-    assert torch.allclose(halves, grad, atol=1e-12) != ("group" in loss.needs)
 
 
 def split(loss, batch, parts):

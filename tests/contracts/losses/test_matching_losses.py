@@ -5,7 +5,9 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
+from flowalign.extra import KVPO, FocusDPO
 from flowalign.types import Batch, LossContext
+from flowalign.types.losses import FIELDS
 from tests.fixtures.matching_losses import LOSSES
 
 every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -13,8 +15,10 @@ every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 PAIRED = {k: v for k, v in LOSSES.items() if v.paired}
 of_pairs = pytest.mark.parametrize("loss", PAIRED.values(), ids=PAIRED)
 ROWS = {k: v for k, v in LOSSES.items() if not v.paired}
+LABELLED = {k: v for k, v in ROWS.items() if "advantage" not in v.needs}
+of_labels = pytest.mark.parametrize("loss", LABELLED.values(), ids=LABELLED)
 of_rows = pytest.mark.parametrize("loss", ROWS.values(), ids=ROWS)
-SPATIAL = "latents", "policy", "reference", "region"
+SPATIAL = "latents", "policy", "reference", "old", "anchor", "target", "region"
 
 
 def draw(n=8, frames=3, seed=0):
@@ -36,13 +40,18 @@ def draw(n=8, frames=3, seed=0):
     columns = {
         "policy": 0.8 * reference + 0.3 * normal(*shape),
         "reference": reference,
-        "sigma": torch.zeros(n, dtype=torch.float64),  # where windows of places do not act
+        "sigma": 0.3 + 0.6 * (torch.arange(n, dtype=torch.float64) // 4),
         "desirable": torch.arange(n) < m,
     }
     mask = normal(m, *shape[1:]).abs()
     columns["latents"] = normal(*shape)
     columns["weight"] = (normal(m).abs() + 0.5).repeat(2) if n % 2 == 0 else normal(n).abs() + 0.5
     columns["scores"] = {"text": normal(n), "unused": normal(n) * torch.nan}
+    columns["advantage"] = normal(n)
+    columns["group"] = torch.arange(n) // 4
+    for name, size in (("old", 0.2), ("anchor", 0.1)):
+        columns[name] = columns["policy"] + size * normal(*shape)
+    columns["target"] = normal(*shape)
     if n % 2 == 0:
         columns["pair"] = torch.arange(m).repeat(2)
         columns["region"] = torch.cat([mask, mask])
@@ -55,7 +64,9 @@ def draw(n=8, frames=3, seed=0):
 def run(loss, batch):
     """Loss, log, and gradient with respect to the policy's residual, of only what is needed."""
     policy = batch["policy"].clone().requires_grad_()
-    given = batch if "reference" in loss.needs else batch.without("reference")
+    if isinstance(loss, FocusDPO):  # its windows of places do not act there
+        batch = batch.with_columns(sigma=torch.zeros_like(batch["sigma"]))
+    given = batch.without(*(name for name in FIELDS if name not in loss.needs))
     value, stats = loss.loss(given.with_columns(policy=policy), LossContext(1.1))
     return value, stats, torch.autograd.grad(value, policy)[0]
 
@@ -80,7 +91,8 @@ def test_the_loss_is_a_number_and_the_log_are_numbers_without_gradient(loss):
 def test_at_the_start_the_loss_is_what_it_says(loss):
     batch = draw()
     ones = torch.ones_like(batch["weight"])
-    value, stats, _ = run(loss, batch.with_columns(reference=batch["policy"], weight=ones))
+    same = dict.fromkeys(FIELDS, batch["policy"])
+    value, stats, _ = run(loss, batch.with_columns(weight=ones, **same))
     if loss.at_start is not None:
         assert value.item() == pytest.approx(loss.at_start)
     if "implicit_accuracy" in stats:
@@ -100,6 +112,8 @@ def test_at_the_start_most_losses_of_references_are_known():
         "balance": ln2,
         "focus_dpo": ln2,
         "kto": 0.5,
+        "dgpo": ln2,
+        "dgpo_old": ln2,
     }
 
 
@@ -113,7 +127,7 @@ def test_errors_of_winners_are_lowered_and_those_of_losers_raised(loss):
     assert (loser < 0).any()
 
 
-@of_rows
+@of_labels
 def test_errors_of_liked_rows_are_lowered_and_only_disliked_ones_raised(loss):
     batch = draw(n=7)
     slope = (run(loss, batch)[2] * batch["policy"]).sum((1, 2, 3, 4))
@@ -175,6 +189,8 @@ def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
     twice, _, double = run(loss, batch.with_columns(weight=2 * batch["weight"]))
     assert_close(twice, 2 * value)
     assert_close(double, 2 * grad)
+    if isinstance(loss, KVPO):  # the softmax of a group teaches all of its rows
+        return
     without = batch["weight"].clone()
     without[[1, 5]] = 0
     less = run(loss, batch.with_columns(weight=without))[2]
@@ -184,10 +200,11 @@ def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
 
 @every
 def test_rows_are_compared_by_losses_that_say_so_and_by_no_other(loss):
-    """The gradient of a batch is that of its halves, each counting half, or whole_batch is set."""
+    """The gradient of a batch is that of its halves, each counting half, or the loss says so."""
     batch = draw()
     grad = run(loss, batch)[2]
     halves = torch.zeros_like(grad)
     for index in (both([0, 3]), both([1, 2])):
         halves[index] = run(loss, batch.take(index))[2] / 2
-    assert torch.allclose(halves, grad, atol=1e-12) != loss.whole_batch
+    compares = loss.whole_batch or "group" in loss.needs
+    assert torch.allclose(halves, grad, atol=1e-12) != compares
