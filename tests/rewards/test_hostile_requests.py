@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from http.client import HTTPConnection
 
 import pytest
 import torch
@@ -66,16 +65,22 @@ def test_content_types_that_a_page_elsewhere_can_send_are_refused(there, kind):
     assert (status, "application/json" in json.loads(answer)["error"]) == (415, True)
 
 
-def ask_for_health(port: int, host: str | None) -> int:
-    """Status of a request with this `Host`, or without one."""
-    http = HTTPConnection("127.0.0.1", port, timeout=60)
-    http.putrequest("GET", "/health", skip_host=True)
-    if host is not None:
-        http.putheader("Host", host)
-    http.endheaders()
-    status = http.getresponse().status
-    http.close()
-    return status
+def connect(there) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", there.port), 60)
+
+
+def answer_to(there, message: bytes) -> bytes:
+    """The answer of a server to a message, until it closes the connection."""
+    with connect(there) as connection:
+        connection.sendall(message)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def status_with(there, **headers: str | None) -> int:
+    """Status of a request with these headers, without those that are None."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items() if value is not None]
+    head = f"GET /health HTTP/1.1\r\n{''.join(lines)}connection: close\r\n\r\n"
+    return int(answer_to(there, head.encode()).split()[1])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def ask_for_health(port: int, host: str | None) -> int:
 )
 def test_a_page_elsewhere_that_pretends_to_be_here_is_refused(there, host, status):
     """Its name was resolved to the loopback address: DNS rebinding."""
-    assert ask_for_health(there.port, host) == status
+    assert status_with(there, host=host) == status
 
 
 def test_a_server_for_other_machines_has_names_that_it_does_not_know():
@@ -123,10 +128,15 @@ def test_the_largest_picture_that_is_allowed_is_scored(there):
     assert (status, json.loads(answer)["values"]) == (200, [[0.0]])
 
 
+def packed(*shape: int, prompts: tuple[str, ...] = ("a",), last: float = 0.5) -> bytes:
+    """A request of grey media with another value of the last pixel."""
+    media = torch.full(shape, 0.5)
+    media[-1, -1, -1, -1, -1] = last
+    return b"".join(pack_batch(MediaBatch(media, prompts), "float32", {}))
+
+
 def pixels_request(value: float) -> bytes:
-    media = torch.full((2, 1, 3, 4, 6), 0.5)
-    media[1, 0, 2, 3, 5] = value
-    return b"".join(pack_batch(MediaBatch(media, ["a", "b"]), "float32", {}))
+    return packed(2, 1, 3, 4, 6, prompts=("a", "b"), last=value)
 
 
 @pytest.mark.parametrize("value", [1e30, -0.5, 1.1])
@@ -158,12 +168,10 @@ class Careless(RewardModel):
 
 def test_an_image_reward_is_not_asked_about_clips():
     with Running(Careless()) as running:
-        clip = MediaBatch(torch.rand(1, 40, 3, 4, 6), ["a"])
-        status, answer = post(running.url, CONTENT, b"".join(pack_batch(clip, "float32", {})))
+        status, answer = post(running.url, CONTENT, packed(1, 40, 3, 4, 6))
         assert status == 422
         assert "scores images, got videos of 40 frames" in json.loads(answer)["error"]
-        image = MediaBatch(torch.rand(1, 1, 3, 4, 6), ["a"])
-        assert post(running.url, CONTENT, b"".join(pack_batch(image, "float32", {})))[0] == 200
+        assert post(running.url, CONTENT, packed(1, 1, 3, 4, 6))[0] == 200
 
 
 class Lost(Careless, Loadable):
@@ -172,7 +180,7 @@ class Lost(Careless, Loadable):
 
 
 def test_no_answer_names_a_folder_of_the_server(capsys):
-    failing = b"".join(pack_batch(MediaBatch(torch.rand(1, 1, 3, 4, 6), ["fail"]), "float32", {}))
+    failing = packed(1, 1, 3, 4, 6, prompts=("fail",))
     with Running(Careless()) as running:
         status, answer = post(running.url, CONTENT, failing)
         assert status == 500
@@ -213,21 +221,17 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     [(b"", b""), (b"", b"POST /sc"), (b"", b"POST /score HTTP/1.1\r\n"), (HEALTH, b"POST /sc")],
 )
 def test_a_connection_whose_request_never_comes_is_closed(before, sent):
-    with Running(Level(), read_timeout=0.1) as there:
-        connection = socket.create_connection(("127.0.0.1", there.port), 60)
+    with Running(Level(), read_timeout=0.1) as there, connect(there) as connection:
         if before:
             connection.sendall(before)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(sent)
         assert connection.recv(65536) == b""
-        connection.close()
 
 
 def test_a_request_that_stops_half_way_is_refused_and_let_go():
     with Running(Level(), read_timeout=0.1) as there:
-        connection = socket.create_connection(("127.0.0.1", there.port), 60)
-        connection.sendall(HEAD + b"content-length: 99\r\n\r\nabc")
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        answer = answer_to(there, HEAD + b"content-length: 99\r\n\r\nabc")
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"not received within 0.1 seconds" in answer
         assert there.service.room.held == {}
@@ -256,17 +260,14 @@ def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatc
             return super().score(batch)
 
     with Running(Slow(), max_requests=1) as there, ThreadPoolExecutor(3) as threads:
-        asked = [
-            threads.submit(well_behaved, there.url, i, iter((True, False)).__next__)
-            for i in range(3)
-        ]
+        once = [iter((True, False)).__next__ for _ in range(3)]
+        asked = [threads.submit(well_behaved, there.url, i, go) for i, go in enumerate(once)]
         busy, room = [], there.service.room
         while not busy:
             if room.held:
-                connection = socket.create_connection(("127.0.0.1", there.port), 60)
-                connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
-                busy = [connection.recv(65536)]
-                connection.close()
+                with connect(there) as connection:
+                    connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
+                    busy = [connection.recv(65536)]
             time.sleep(0.01)
         gate.set()
         assert [future.result(60)[1] for future in asked] == [[], [], []]
@@ -287,9 +288,8 @@ def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
 def test_a_port_in_use_is_said_in_one_line():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"cannot serve on host '127.0.0.1', port {port}: "
-        ) as said:
+        message = f"cannot serve on host '127.0.0.1', port {port}: "
+        with pytest.raises(ConfigError, match=message) as said:
             run(arguments("--port", str(port)))
     assert len(str(said.value).splitlines()) == 1
 
@@ -357,10 +357,7 @@ def test_sixty_four_clients_lose_nothing_among_hostile_ones(tmp_path):
     ],
 )
 def test_a_page_of_another_site_is_refused_by_its_origin(there, origin, status):
-    http = HTTPConnection("127.0.0.1", there.port, timeout=60)
-    http.request("GET", "/health", headers={"Origin": origin})
-    assert http.getresponse().status == status
-    http.close()
+    assert status_with(there, host="127.0.0.1", origin=origin) == status
 
 
 LENGTHS = {
@@ -373,10 +370,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_contradicting_lengths_are_refused(there, kind):
-    connection = socket.create_connection(("127.0.0.1", there.port), 60)
-    connection.sendall(HEAD + LENGTHS[kind])
-    answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    connection.close()
+    answer = answer_to(there, HEAD + LENGTHS[kind])
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1") == 1
 
@@ -384,7 +378,7 @@ def test_contradicting_lengths_are_refused(there, kind):
 def test_idle_connections_do_not_take_the_place_of_requests():
     """Idle connections are closed before they fill the table of open files."""
     with Running(Level()) as there:
-        idle = [socket.create_connection(("127.0.0.1", there.port), 60) for _ in range(300)]
+        idle = [connect(there) for _ in range(300)]
         assert post(there.url, JSON, json_request())[0] == 200
         assert len(there.server.server_state.connections) <= 129
         for connection in idle:

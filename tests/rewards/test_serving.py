@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -73,6 +75,23 @@ def client(url, **options):
 def batch_of(n=3, frames=1, size=5, **columns):
     media = torch.rand(n, frames, 3, size, size + 2, generator=torch.Generator().manual_seed(n))
     return MediaBatch(media, ["a" * (i + 1) for i in range(n)], **columns)
+
+
+def wait_until(happened):
+    while not happened():
+        time.sleep(0.01)
+
+
+def together(*calls):
+    """Start all calls in threads; return a function that waits for their results."""
+    pool = ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(call) for call in calls]
+    return lambda: [future.result(60) for future in futures]
+
+
+def encoded(picture, kind="PNG", **options):
+    picture.save(buffer := io.BytesIO(), kind, **options)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def test_a_served_model_declares_its_needs_and_columns_to_its_client():
@@ -141,23 +160,13 @@ def test_requests_of_many_clients_share_batches_and_shapes_are_kept_apart():
     gate, model = threading.Event(), Mean(before=lambda batch: gate.wait(20))
     with Running(model, max_batch=64, max_wait_ms=1.0) as there:
         batches = [batch_of(n, size=size) for n, size in ((1, 5), (2, 5), (3, 5), (2, 9), (4, 5))]
-        outputs = [None] * len(batches)
-
-        def ask(i):
-            outputs[i] = client(there.url).score(batches[i])
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(batches))]
-        threads[0].start()
-        while not model.calls:
-            time.sleep(0.01)
-        for thread in threads[1:]:
-            thread.start()
-        batcher = there.service.queues["mean"]
-        while len(batcher.waiting) < 4:
-            time.sleep(0.01)
+        first, *others = [partial(client(there.url).score, batch) for batch in batches]
+        begun = together(first)
+        wait_until(lambda: model.calls)
+        rest = together(*others)
+        wait_until(lambda: len(there.service.queues["mean"].waiting) == 4)
         gate.set()
-        for thread in threads:
-            thread.join()
+        outputs = [*begun(), *rest()]
     assert sorted(model.calls) == [1, 2, 9]
     for batch, output in zip(batches, outputs, strict=True):
         assert_close(output.values, Mean().score(batch).values)
@@ -175,8 +184,7 @@ def test_a_request_that_is_refused_does_not_take_others_of_its_batch_with_it():
     batcher, later = Batcher(model, Limits(max_wait_ms=1.0)), time.monotonic() + 60
     bad = MediaBatch(batch_of().media, ["cat", "dog", "cow"])
     first = batcher.submit(batch_of(1), later)
-    while not model.calls:
-        time.sleep(0.01)
+    wait_until(lambda: model.calls)
     good, refused, last = (batcher.submit(b, later) for b in (batch_of(), bad, batch_of(2)))
     gate.set()
     assert all(future.result(20).valid.all() for future in (first, good, last))
@@ -190,8 +198,7 @@ def test_the_earliest_deadline_is_served_first_and_one_that_was_given_up_not_at_
     model = Mean(before=lambda batch: gate.wait(60))
     batcher, now = Batcher(model, Limits(max_wait_ms=0.0)), time.monotonic()
     first = batcher.submit(batch_of(1), now + 60)
-    while not model.calls:
-        time.sleep(0.01)
+    wait_until(lambda: model.calls)
     sizes, seconds = (2, 3, 4, 5), (400, 200, 100, 300)  # of different shapes: no shared batches
     futures = [
         batcher.submit(batch_of(n, size=n), now + s) for n, s in zip(sizes, seconds, strict=True)
@@ -224,16 +231,11 @@ def test_a_model_whose_loading_breaks_is_not_loading_for_ever():
 def test_batches_of_groupwise_models_are_not_mixed():
     gate, model = threading.Event(), Mean(needs=("groups",), before=lambda batch: gate.wait(20))
     with Running(model, max_wait_ms=1.0) as there:
-        run_one = lambda: client(there.url).score(batch_of(groups=[0, 0, 1]))  # noqa: E731
-        threads = [threading.Thread(target=run_one) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        batcher = there.service.queues["mean"]
-        while not (model.calls and len(batcher.waiting) >= 2):
-            time.sleep(0.01)
+        score = partial(client(there.url).score, batch_of(groups=[0, 0, 1]))
+        results = together(score, score, score)
+        wait_until(lambda: model.calls and len(there.service.queues["mean"].waiting) >= 2)
         gate.set()
-        for thread in threads:
-            thread.join()
+        results()
     assert model.calls == [3, 3, 3]
 
 
@@ -302,16 +304,11 @@ def test_the_same_request_id_is_scored_once():
 
 def test_png_over_json_is_understood_and_jpeg_is_not():
     picture = Image.new("RGB", (4, 2), (255, 0, 51))
-
-    def encoded(kind):
-        buffer = io.BytesIO()
-        picture.save(buffer, kind)
-        return base64.b64encode(buffer.getvalue()).decode()
-
+    images = encoded(picture), encoded(picture, "JPEG"), "iVBORw0KGgo="
     with Running(Mean()) as there, httpx2.Client(base_url=there.url) as http:
-        answer = http.post("/score", json={"prompts": ["ab"], "images": [encoded("PNG")]})
-        refused = http.post("/score", json={"prompts": ["ab"], "images": [encoded("JPEG")]})
-        broken = http.post("/score", json={"prompts": ["ab"], "images": ["iVBORw0KGgo="]})
+        answer, refused, broken = (
+            http.post("/score", json={"prompts": ["ab"], "images": [image]}) for image in images
+        )
     assert answer.json()["values"][0] == pytest.approx([(1 + 0.2) / 3, 0.25])
     assert (refused.status_code, broken.status_code) == (400, 400)
     assert "lossless" in refused.json()["error"]
@@ -322,10 +319,7 @@ def test_pictures_over_json_are_decoded_as_files_are():
     exif = Image.Exif()
     exif[0x0112] = 6
     clear, deep = Image.new("RGBA", (4, 2), (0, 0, 0, 0)), np.full((2, 4), 32896, np.uint16)
-    files = []
-    for picture in (clear, Image.fromarray(deep)):
-        picture.save(buffer := io.BytesIO(), "PNG", exif=exif)
-        files.append(base64.b64encode(buffer.getvalue()).decode())
+    files = [encoded(picture, exif=exif) for picture in (clear, Image.fromarray(deep))]
     body = json.dumps({"images": files}).encode()
     _, batch = read_request(body, "application/json", lambda shapes: None)
     assert batch.media.shape == (2, 1, 3, 4, 2)
@@ -333,11 +327,9 @@ def test_pictures_over_json_are_decoded_as_files_are():
 
 
 def test_a_request_that_is_too_large_is_refused():
-    with (
-        Running(Mean(), max_request_mb=0.01) as there,
-        pytest.raises(ValueError, match="status 413"),
-    ):
-        client(there.url).score(batch_of(size=64))
+    large = batch_of(size=64)
+    with Running(Mean(), max_request_mb=0.01) as there, pytest.raises(ValueError, match="413"):
+        client(there.url).score(large)
 
 
 def test_health_says_loading_then_ready_and_failed_with_the_reason():
@@ -391,13 +383,8 @@ def test_other_machines_are_served_with_a_token_only(monkeypatch):
     args = argparse.Namespace(host="0.0.0.0", token_env="FLOWALIGN_REWARD_TOKEN", rewards="x")
     with pytest.raises(ConfigError, match="clients need a token"):
         run(args)
-    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "host")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "host")))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from reward_models.verifiers.shapes import (
     find_objects,
     parse_prompt,
 )
+from tests.fixtures.reward_contract import check_contract
 
 VERIFIER = ShapesVerifier()
 DIMS = VERIFIER.spec.dims
@@ -57,41 +58,25 @@ def test_ground_truth_of_every_split_is_strictly_right(split):
     assert mean["clean"] >= 0.8
 
 
-@pytest.mark.slow
-def test_scores_are_in_the_unit_interval_and_named_in_order():
-    assert DIMS == ("colour", "shape", "count", "position", "clean", "exact_match")
-    prompts = world.splits()["unseen"]
-    generator = torch.Generator().manual_seed(1)
-    noisy = (
-        drawn(prompts) + 0.3 * torch.randn(len(prompts), 3, 32, 32, generator=generator)
-    ).clamp(0, 1)
-    values = score(noisy, prompts).values
-    assert values.min() >= 0
-    assert values.max() <= 1
-
-
 def _blobs(count):
     """Smooth random colours without an edge."""
     small = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(3))
     return torch.nn.functional.interpolate(small, size=32, mode="bicubic").clamp(0, 1)
 
 
-def _noise():
-    return torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-
-
 def _flat(colour):
     return (torch.tensor(colour) / 255.0)[None, :, None, None].expand(64, 3, 32, 32)
 
 
+NOISE = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 CHEATS = {
     "blank": _flat(BACKGROUND),
     "black": torch.zeros(64, 3, 32, 32),
     "saturated white": torch.ones(64, 3, 32, 32),
     "all red": _flat(COLOURS["red"]),
     "grey": torch.full((64, 3, 32, 32), 0.5),
-    "noise": _noise(),
-    "saturated noise": (_noise() > 0.5).float(),
+    "noise": NOISE,
+    "saturated noise": (NOISE > 0.5).float(),
     "blobs": _blobs(64),
 }
 
@@ -170,16 +155,11 @@ def test_missing_objects_lower_the_count_by_their_share(places, count):
 
 
 def test_a_surplus_object_lowers_the_count_even_where_it_is_of_the_right_kind():
-    extra = _picture(
-        ("white", "square", 7, 8), ("white", "square", 24, 9), ("white", "square", 15, 24)
-    )
-    scores = one("two white squares", extra)
-    assert scores["count"] == pytest.approx(2 / 3)
-    assert scores["exact_match"] == 0
-    foreign = _picture(
-        ("white", "square", 7, 8), ("purple", "circle", 24, 9), ("white", "square", 15, 24)
-    )
-    assert one("two white squares", foreign)["exact_match"] == 0
+    for kind in (("white", "square"), ("purple", "circle")):
+        shown = _picture(("white", "square", 7, 8), (*kind, 24, 9), ("white", "square", 15, 24))
+        scores = one("two white squares", shown)
+        assert scores["count"] == pytest.approx(2 / 3)
+        assert scores["exact_match"] == 0
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -235,16 +215,6 @@ def test_dirt_beside_the_objects_lowers_clean_and_not_the_count():
     assert scores["count"] == 1
 
 
-def test_a_picture_scores_the_same_alone_and_among_others():
-    prompts = world.splits()["unseen"][::5]
-    pictures = drawn(prompts, seed=4)
-    together = score(pictures, prompts).values
-    alone = torch.cat([score(p[None], [t]).values for p, t in zip(pictures, prompts, strict=True)])
-    assert torch.equal(together, alone)
-    backwards = score(pictures.flip(0), prompts[::-1]).values
-    assert torch.equal(backwards.flip(0), together)
-
-
 def test_a_prompt_is_judged_by_its_own_picture():
     prompts = ["a red circle", "two blue squares", "a white triangle above a purple circle"]
     pictures = drawn(prompts)
@@ -252,16 +222,13 @@ def test_a_prompt_is_judged_by_its_own_picture():
     assert score(pictures.roll(1, 0), prompts).values[:, -1].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_pixels_that_are_no_numbers_are_failures_with_a_reason_and_no_zeros(bad):
-    prompts = ["a red circle", "two blue squares", "a green square"]
-    pictures = drawn(prompts)
-    pictures[1, 2, 30, 1] = bad
-    output = score(pictures, prompts)
-    assert output.values[1].isnan().all()
-    assert output.valid.tolist() == [[True] * 6, [False] * 6, [True] * 6]
-    assert output.reasons == {1: "its pixels are not finite"}
-    assert output.values[[0, 2], -1].tolist() == [1, 1]
+def test_the_reward_keeps_the_contract():
+    assert DIMS == ("colour", "shape", "count", "position", "clean", "exact_match")
+    prompts = world.splits()["unseen"][::25]
+    generator = torch.Generator().manual_seed(1)
+    noise = 0.1 * torch.randn(len(prompts), 3, 32, 32, generator=generator)
+    pictures = (drawn(prompts, seed=4) + noise).clamp(0, 1)
+    check_contract(VERIFIER, MediaBatch(pictures[:, None], prompts))
 
 
 def test_a_picture_of_noise_is_described_within_bounds():
@@ -273,17 +240,13 @@ def test_a_picture_of_noise_is_described_within_bounds():
 
 FOREIGN = [
     "",
-    "a cat",
     "a red",
-    "red circle",
     "four red circles",
     "a pink circle",
     "a red hexagon",
     "a red circle beside a blue square",
-    "a red circle left of",
     "left of a red circle",
     "a red circle left of a blue",
-    "two red circles left of a dog",
     "A Red Circle",
     "a red circle left of a blue square above a green circle",
     "a red circle please",
@@ -298,13 +261,6 @@ def test_prompts_of_another_world_are_refused_by_name(prompt):
     with pytest.raises(ValueError, match=re.escape(repr(prompt))) as caught:
         parse_prompt(prompt)
     assert len(str(caught.value).splitlines()) <= 5
-
-
-def test_a_picture_without_a_prompt_is_a_failure_with_a_reason():
-    media = torch.full((2, 1, 3, 48, 48), 0.5)
-    output = VERIFIER.score(MediaBatch(media, ["a red circle", ""]))
-    assert VERIFIER.spec.needs == ("prompt",)
-    assert dict(output.reasons) == {1: "its prompt is missing"}
 
 
 def test_prompts_mean_what_they_say():
@@ -385,6 +341,5 @@ def test_the_renderer_is_a_function_of_prompt_and_seed():
 def test_the_renderer_draws_in_the_unit_interval_and_varies():
     pictures = drawn(["three white squares"] * 8, seed=1)
     assert pictures.shape == (8, 3, 32, 32)
-    assert pictures.min() >= 0
-    assert pictures.max() <= 1
-    assert len({tuple(p.flatten().tolist()) for p in pictures}) == 8
+    assert 0 <= pictures.min() < pictures.max() <= 1
+    assert len(pictures.unique(dim=0)) == 8
