@@ -70,10 +70,6 @@ def test_rows_have_their_own_levels_and_clips_their_own_frames():
     assert_close(both[0, 0, 0], both[0, 0, 1].flip(-1))
 
 
-def test_a_floor_of_one_weighs_all_places_alike():
-    assert_close(focus_weights(FIELD, tensor([0.3]), 1.0, 3), torch.ones_like(FIELD))
-
-
 # Maps of places: onto the grid of latents, to mean 1, and painted from boxes ----------------------
 
 
