@@ -1,6 +1,5 @@
 """DPM-Solver++(2M) against numbers by hand and against two recordings of the authors' code."""
 
-
 import pytest
 import torch
 from torch.testing import assert_close

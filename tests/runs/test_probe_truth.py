@@ -140,19 +140,3 @@ def test_weights_found_are_worth_nearly_as_much_as_those_of_the_closed_form(long
     best, chosen = best_weights(known), best_weights(moments(found.gradient))
     worth = [float(signal_to_noise(known, weights)) for weights in (best, chosen)]
     assert 0.75 * worth[0] < worth[1] <= worth[0] * (1 + 1e-9)
-
-
-@pytest.mark.slow
-def test_estimates_are_unbiased_and_their_intervals_hold_the_truth(tmp_path):
-    """Thirty probes of 12 batches: means within four errors, intervals of two errors."""
-    found = []
-    for seed in checked(0, range(30)):
-        found.append(estimates(probed(new_linear(tmp_path / "run", seed), 12)))
-    expected = flat_truth(new_linear(tmp_path / "run"))
-    values, errors = (torch.stack(column) for column in zip(*found, strict=True))
-    spread = values.std(0) / len(values) ** 0.5
-    assert ((values.mean(0) - expected).abs() < 4 * spread)[:-1].all()  # a ratio is, nearly
-    covered = ((values - expected).abs() < 2 * errors).double().mean(0)
-    assert covered.min() > 0.7
-    assert covered.mean() > 0.85
-    assert ((errors.mean(0) / values.std(0)) - 1).abs().max() < 0.5

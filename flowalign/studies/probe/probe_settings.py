@@ -90,11 +90,11 @@ def vary(text: str) -> Axis:
             "recipe.sampling.eta=0.5,0.7,1.0"
         )
     last = key.rpartition(".")[2]
-    written = [value if isinstance(value, str) else json.dumps(value) for value in values]
-    return [
-        Option(f"{last}={_format_value(value)}", overrides=(f"--{key}={text}",))
-        for value, text in zip(values, written, strict=True)
-    ]
+    found = []
+    for value in values:
+        written = value if isinstance(value, str) else json.dumps(value)
+        found.append(Option(f"{last}={_format_value(value)}", overrides=(f"--{key}={written}",)))
+    return found
 
 
 def layouts(texts: Sequence[str]) -> Axis:
@@ -217,6 +217,7 @@ def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
     name, recipe = setting.name, setting.loaded.run.recipe
     try:
         calibration = require_policy_gradient(recipe).calibration
+        plan(setting.loaded.run, processes)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
     if calibration:
@@ -224,10 +225,6 @@ def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
             f"{name}: recipe.calibration is set, but probe does not search noise levels: "
             "set it to null, and recipe.sampling.eta to the levels found"
         )
-    try:
-        plan(setting.loaded.run, processes)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
     for other in others:
         same = remove_place(other.loaded) == remove_place(setting.loaded)
         if same and other.weights == setting.weights:
