@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
+from flowalign.data.media.media import Media, digest_media
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.preference_data import Pair
 from flowalign.data.tensor_store import Key, Keys, TensorCache
@@ -42,19 +42,10 @@ class RewardSample:
 
     def key(self, reads_prompts: bool, reads_references: bool = False) -> Key:
         """Return a hash of the content, so equal inputs of the backbone share features."""
-        content = _hash_medium(self.media) + (self.prompt.encode() if reads_prompts else b"")
+        content = digest_media(self.media) + (self.prompt.encode() if reads_prompts else b"")
         if reads_references:
-            content = b"".join(map(_hash_medium, self.references)) + content
+            content = b"".join(map(digest_media, self.references)) + content
         return hashlib.sha256(content).digest()
-
-
-def _hash_medium(medium: Media) -> bytes:
-    data = medium.data
-    if data is None:
-        if medium.path is None:
-            raise ValueError("the sample has neither a path nor data")
-        data = Path(medium.path).read_bytes()
-    return hashlib.sha256(data).digest()
 
 
 class Embeddings:

@@ -8,7 +8,6 @@ model/
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from flowalign.reward_training.labels import (
     measure_agreement,
 )
 from flowalign.reward_training.training import RewardTrainer
-from flowalign.training.checkpoint import put_back, state_tensors
+from flowalign.training.checkpoint import put_back, put_in_place, state_tensors
 from flowalign.utils.files import atomic_write, parse_json, write_json
 
 FORMAT = "flowalign trained reward 1"
@@ -120,7 +119,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: Mapping[str, Any]) -> di
     _write(new / "model.safetensors", tensors, {"format": FORMAT})
     write_json(new / "config.json", config)
     (new / "README.md").write_text(render_card(config), encoding="utf-8")
-    _swap(new, folder)
+    put_in_place(new, folder)
     return config
 
 
@@ -170,13 +169,3 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
             save_file(whole, partial, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
-
-
-def _swap(new: Path, folder: Path) -> None:
-    """Rename a folder over an earlier one, which is deleted only afterwards."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)

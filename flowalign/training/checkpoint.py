@@ -193,7 +193,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             (partial / "state" / "loop.json").write_text(counters, encoding="utf-8")
             (partial / "config.yaml").write_text(config, encoding="utf-8")
             write_manifest(partial)
-            _put_in_place(partial, final)
+            put_in_place(partial, final)
     except SafetensorError as error:  # safetensors raises this for a full disk
         raise OSError(str(error)) from error
     finally:
@@ -216,7 +216,7 @@ def _write_weights(partial: Path, learner: Learner) -> None:
         save_file(tensors, partial / "state" / "training.safetensors")
 
 
-def _put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path) -> None:
     """Flush the folder to disk, then rename it.
 
     An existing checkpoint of the same step stays until the new one has its name. Without the flush,

@@ -364,9 +364,9 @@ def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_the_same_step(tmp_
 
     monkeypatch.setattr(checkpoint.os, "replace", refuse)
     with pytest.raises(OSError, match="input/output"):
-        checkpoint._put_in_place(partial, final)
+        checkpoint.put_in_place(partial, final)
     assert (final / "what").read_text() == "old"
     monkeypatch.undo()
-    checkpoint._put_in_place(partial, final)
+    checkpoint.put_in_place(partial, final)
     assert (final / "what").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
