@@ -154,12 +154,7 @@ class RewardTrainer:
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
         if not self.skipped_in_a_row:
             self.optimizer.step()
-        elif self.skipped_in_a_row > self.cfg.max_skipped:
-            raise TrainingFailure(
-                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row "
-                f"(optimizer.max_skipped is {self.cfg.max_skipped}).\n"
-                "Lower optimizer.learning_rate; the last state on disk is intact."
-            )
+        self.cfg.check_skipped(self.skipped_in_a_row)
         found = {f"train/{name}/loss": float(loss.detach()) for name, loss in losses.items()}
         return found | {"optim/grad_norm": norm}
 

@@ -136,6 +136,15 @@ class Optimizer:
         fall = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
         return self.learning_rate * rise * fall[self.decay]
 
+    def check_skipped(self, in_a_row: int) -> None:
+        """Raise TrainingFailure if more consecutive updates were skipped than are allowed."""
+        if in_a_row > self.max_skipped:
+            raise TrainingFailure(
+                f"the gradient was not finite in {in_a_row} updates in a row "
+                f"(optimizer.max_skipped is {self.max_skipped}).\n"
+                "Lower optimizer.learning_rate, or compute in fp32; the last checkpoint is intact."
+            )
+
 
 class Learner:
     """Trained parameters of a policy, with their optimizer and averages.
@@ -250,7 +259,9 @@ class Learner:
             self.scaler.step(self.optimizer)
             self.skipped_in_a_row = 0
         else:
-            self._skip()
+            self.num_skipped += 1
+            self.skipped_in_a_row += 1
+            self.cfg.check_skipped(self.skipped_in_a_row)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
@@ -296,16 +307,6 @@ class Learner:
             gradient = self.named[name].grad
             if gradient is not None and local_part(gradient).any():
                 self.reached.add(name)
-
-    def _skip(self) -> None:
-        self.num_skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.cfg.max_skipped:
-            raise TrainingFailure(
-                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row "
-                f"(optimizer.max_skipped is {self.cfg.max_skipped}).\n"
-                "Lower optimizer.learning_rate, or compute in fp32; the last checkpoint is intact."
-            )
 
     @property
     def is_sharded(self) -> bool:
