@@ -34,7 +34,7 @@ from flowalign.functional.advantage import group_center
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.rollout_settings import credit_requirements
+from flowalign.training.rollouts.rollout_settings import CreditRequirements
 from flowalign.types import CreditEstimator
 from flowalign.types.trajectory import Completion
 from pipelines.families.sd3 import SD3
@@ -84,7 +84,7 @@ class Benchmark:
         agreed = words.compare(credit, truth, found.mask, self.trajectory)
         spent = words.costs(words.Method(label, method), self.cfg)
         empty = self.cfg.empty_trajectory(TRAINED)
-        for reward, k in credit_requirements(method, empty, Completion()).scored:
+        for reward, k in CreditRequirements(method, empty, Completion()).scored:
             rows = len(empty.rows.unique_rows(k))
             spent["evaluations"] += reward.evaluation_share * rows / len(empty.logp)
         return {"method": label, "arrangement": self.arrangement} | agreed | spent

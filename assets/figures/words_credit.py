@@ -38,7 +38,7 @@ from flowalign.sampling.sampling_settings import Sampling
 from flowalign.sampling.stepping import evaluate_velocity
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.rollouts.collecting import completion_values, rollout
-from flowalign.training.rollouts.rollout_settings import RolloutSettings, credit_requirements
+from flowalign.training.rollouts.rollout_settings import CreditRequirements, RolloutSettings
 from flowalign.types import CreditEstimator, Request, Trajectory
 from flowalign.types.trajectory import Completion
 from flowalign.utils.seeds import generator
@@ -202,7 +202,7 @@ def costs(method: Method, cfg: RolloutSettings) -> dict[str, float]:
     """Return network evaluations and reward calls per sample, from the requested completions."""
     empty = cfg.empty_trajectory(range(STEPS - 1))
     states = [len(empty.rows.unique_rows(k)) for k in range(STEPS + 1)]
-    asked = credit_requirements(method.credit, empty, method.completion).requested
+    asked = CreditRequirements(method.credit, empty, method.completion).requested
     extra = sum(states[k] * how.num_evaluations(k, STEPS) for k, how in asked)
     return {
         "evaluations": (sum(states[:STEPS]) + extra) / len(empty.logp),

@@ -113,9 +113,8 @@ def _require_siblings(
     """Raise ValueError unless some trained transitions have equal ids."""
     if len(group[mask].unique()) == int(mask.sum()):
         raise ValueError(
-            f"{name} compares samples that were drawn from the same state: set "
-            "recipe.sampling.branching to flowalign.sampling.Comb or Tree, or\n"
-            f"recipe.sampling.seeds_per_prompt to 1{remedy}"
+            f"{name} compares samples that were drawn from the same state: set recipe.sampling."
+            f"branching to Comb or Tree, or recipe.sampling.seeds_per_prompt to 1{remedy}"
         )
 
 

@@ -86,12 +86,7 @@ class Tree(Branching):
         """Return a tree with children^levels leaves."""
         splits = _split_steps(self.splits, eta)
         leaves = self.children ** len(splits)
-        if num_samples != leaves:
-            raise ValueError(
-                f"a tree with {self.children} children at each of the steps {splits} has {leaves} "
-                f"leaves, but there are {num_samples} samples per initial noise.\nSet "
-                f"recipe.sampling.samples_per_prompt to {leaves} x recipe.sampling.seeds_per_prompt"
-            )
+        _require_samples(f"tree with {self.children} children at {splits}", leaves, num_samples)
         depth = torch.tensor([sum(s < k for s in splits) for k in range(len(eta))])
         louder = 1 + self.growth * depth.clamp(max=len(splits) - 1) / max(len(splits) - 1, 1)
         below = _leaves_below(num_samples, self.children, len(eta), splits)
@@ -131,13 +126,7 @@ class Comb(Branching):
         splits, trunk = _split_steps(self.splits, eta), num_samples - 1
         branches = self.children - self.common_noise
         expected = branches * len(splits) + self.common_noise
-        if num_samples != expected:
-            raise ValueError(
-                f"a comb with {self.children} children at each of the steps {splits} has "
-                f"{expected} samples per initial noise, not {num_samples}.\nSet "
-                f"recipe.sampling.samples_per_prompt to {expected} x "
-                "recipe.sampling.seeds_per_prompt"
-            )
+        _require_samples(f"comb with {self.children} children at {splits}", expected, num_samples)
         leaves_at = torch.tensor(splits).repeat_interleave(branches)
         leaves_at = torch.cat([leaves_at, leaves_at[-1:]])[:num_samples, None]
         sample, steps = torch.arange(num_samples)[:, None], torch.arange(len(eta))
@@ -162,6 +151,14 @@ def arrange_samples(
     return BranchLayout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
 
 
+def _require_samples(layout: str, expected: int, num_samples: int) -> None:
+    if num_samples != expected:
+        raise ValueError(
+            f"a {layout} has {expected} samples per initial noise, not {num_samples}.\nSet recipe."
+            f"sampling.samples_per_prompt to {expected} x recipe.sampling.seeds_per_prompt"
+        )
+
+
 def _split_steps(splits: Sequence[int] | None, eta: Float[Tensor, "T"]) -> list[int]:
     """Return the steps at which states split, in order."""
     window = _stochastic_steps(eta)
@@ -169,9 +166,8 @@ def _split_steps(splits: Sequence[int] | None, eta: Float[Tensor, "T"]) -> list[
     outside = sorted(set(chosen) - set(window))
     if outside or not chosen:
         raise ValueError(
-            f"branching splits at {outside or chosen}, which the window does not make "
-            f"stochastic: it has steps {window}.\nChange recipe.sampling.branching.splits "
-            "or recipe.sampling.sde_window"
+            f"branching splits at {outside or chosen}, which the window does not make stochastic: "
+            f"it has steps {window}. Change recipe.sampling.branching.splits or sde_window"
         )
     return chosen
 

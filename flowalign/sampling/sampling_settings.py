@@ -176,12 +176,8 @@ class Sampling:
             arranged = replace(arranged, eta=eta.expand(self.samples_per_prompt, -1))
         if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
             raise ValueError(
-                f"sampling.eta is {self.eta}, up to {loudest:g} where it branches; "
-                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}: lower "
-                "recipe.sampling.eta, or the levels of recipe.sampling.branching"
-                if loudest > float(torch.as_tensor(self.eta).max())
-                else f"sampling.eta is {self.eta}; {type(self.kernel).__name__} takes at most "
-                f"{self.kernel.largest_eta:g}, the level at which a step replaces all noise"
+                f"sampling.eta is {self.eta}, up to {loudest:g} in branches; "
+                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}: lower it"
             )
         return arranged
 

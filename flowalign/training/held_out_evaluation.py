@@ -96,9 +96,8 @@ class Evaluation:
         if DIVERSITY in self.watch.metrics and len(set(requests)) == len(requests):
             fewest = min(len(read_requests(path)) for path in self.prompts.values())
             raise ValueError(
-                "evaluation.watch: diversity needs two samples of a prompt, and evaluation has one "
-                f"of each;\nset evaluation.num_prompts to {(fewest + 1) * len(self.prompts)}, or "
-                f"leave {DIVERSITY} out"
+                f"evaluation.watch: {DIVERSITY} needs two samples of a prompt: leave it out, or\n"
+                f"set evaluation.num_prompts to {(fewest + 1) * len(self.prompts)}"
             )
 
     @property

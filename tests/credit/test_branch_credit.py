@@ -12,7 +12,7 @@ from flowalign.functional.advantage import group_center
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling import AllButLast, Chain, Comb, Fixed, Sampling, Tree
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.training.rollouts.rollout_settings import credit_requirements
+from flowalign.training.rollouts.rollout_settings import CreditRequirements
 from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
 from flowalign.types.trajectory import Completion
 from tests.fixtures.credited import Given
@@ -207,8 +207,8 @@ def test_contrast_counts_earlier_outcomes_of_the_same_prompt():
     assert_close(got.value[:4, 1, 0], torch.tensor([-4.0, 0.0, -2.0, 1.0]) / std)
     assert not got.mask[4:].any()  # 4 is the mean of prompt b's past, too
     assert not Contrast(history=0)(two, values).value.equal(got.value)
-    assert credit_requirements(Contrast(history=3), two, Completion()).history == 3
-    assert credit_requirements(Contrast(), two, Completion()).history == 0
+    assert CreditRequirements(Contrast(history=3), two, Completion()).history == 3
+    assert CreditRequirements(Contrast(), two, Completion()).history == 0
 
 
 # Granular -----------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_siblings_are_compared_by_the_state_that_they_reached():
     totals = torch.zeros(int(found.group.max()) + 1)
     totals = totals.index_add(0, found.group[mask], estimate.advantage[mask])
     assert totals.abs().max() < 1e-5
-    with pytest.raises(ValueError, match=r"to flowalign\.sampling\.Comb or Tree"):
+    with pytest.raises(ValueError, match=r"to Comb or Tree"):
         rolled(credit)
 
 

@@ -149,7 +149,7 @@ def test_samples_that_share_their_noise_cannot_form_spans():
 
 
 def test_measured_weights_of_steps_and_spans_exclude_each_other():
-    with pytest.raises(ValueError, match="measured for single steps, but SpanGRPO"):
+    with pytest.raises(ValueError, match="measured for single steps, SpanGRPO"):
         new_recipe(algorithm=SpanGRPO(), step_weight="measured", prompts_per_step=4)
 
 

@@ -293,9 +293,8 @@ def check_chains(trajectory: Trajectory) -> None:
     """Raise ValueError unless all samples are trained at the same steps, as chunks need."""
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
         raise ValueError(
-            "chunks and spans need the same stochastic steps in every sample: set "
-            "algorithm.chunk_sizes to null and choose GRPO, or set "
-            "recipe.sampling.branching to flowalign.sampling.Chain"
+            "chunks and spans need the same stochastic steps in every sample: choose GRPO without "
+            "chunk_sizes, or set recipe.sampling.branching to flowalign.sampling.Chain"
         )
 
 

@@ -83,9 +83,8 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
             )
         if self.spatial is not None and not self.algorithm.uses_places:
             raise ValueError(
-                "recipe.spatial gives advantages of latent positions, but recipe.algorithm has one "
-                "advantage per transition: choose GRPO without chunk_sizes and with PPOClip, "
-                "LogHinge or RewardClip, or set recipe.spatial to null"
+                "recipe.spatial needs GRPO without chunk_sizes and with PPOClip, LogHinge or "
+                "RewardClip: change recipe.algorithm, or set recipe.spatial to null"
             )
         gated = self.kl_gate is not None or self.reference is not None
         if gated and not (isinstance(self.algorithm, GRPO) and "reference" in self.algorithm.needs):
@@ -124,15 +123,13 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
             )
         if self.measured and self.algorithm.span is not None:
             raise ValueError(
-                "recipe.step_weight is measured for single steps, but "
-                f"{type(self.algorithm).__name__} trains spans of steps: give a rule or numbers, "
-                "or choose GRPO"
+                f"recipe.step_weight is measured for single steps, {type(self.algorithm).__name__} "
+                "trains spans of steps: give a rule or numbers, or choose GRPO"
             )
         if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
             raise ValueError(
-                f"recipe.step_weight is measured between two halves of the prompts of an update; "
                 f"prompts_per_step is {self.prompts_per_step}, updates_per_step "
-                f"{self.updates_per_step}: make prompts_per_step at least twice as large"
+                f"{self.updates_per_step}: to measure recipe.step_weight, prompts need two halves"
             )
 
     @property

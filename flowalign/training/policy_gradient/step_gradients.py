@@ -207,9 +207,8 @@ class StepGradients:
         there = state["measured"], len(averages.signal)
         if here != there:
             raise ValueError(
-                f"recipe.step_weight measures the {here[0]} of {here[1]} denoising steps, but the "
-                f"checkpoint has averages of the {there[0]} of {there[1]}:\n"
-                "set recipe.step_weight.measured and recipe.sampling.num_steps to its values"
+                f"recipe.step_weight measures the {here[0]} of {here[1]} denoising steps, but in "
+                f"the checkpoint the {there[0]} of {there[1]}: restore these settings"
             )
         self.averages = averages
 

@@ -18,7 +18,7 @@ from flowalign.training.rollouts.rollout_plan import (
     rollout_rows,
     rollout_work,
 )
-from flowalign.training.rollouts.rollout_settings import credit_requirements
+from flowalign.training.rollouts.rollout_settings import CreditRequirements
 from flowalign.types import ModelPlan, Setup, Sharding, Trajectory
 from flowalign.utils.seeds import generator
 
@@ -117,7 +117,7 @@ def num_trained(cfg: PolicyGradientSettings, empty: Trajectory) -> int:
     if not cfg.algorithm.pairs:
         chosen = empty.trained
         if (count := cfg.advantages.extremes) is not None:
-            group = credit_requirements(cfg.credit, empty, cfg.completion).credit.group
+            group = CreditRequirements(cfg.credit, empty, cfg.completion).credit.group
             chosen = mask_extremes(torch.zeros(*group.shape, 1), group, chosen, count)
         return int(chosen.sum())
     sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]

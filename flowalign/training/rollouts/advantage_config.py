@@ -90,9 +90,8 @@ class AdvantageConfig:
         asked = run.conditioning and run.conditioning.for_rollout(plain, 0).conditioned
         if asked and asked.dims and self.scale in ("batch", "pooled"):
             raise ValueError(
-                f"{key}.advantages.scale is {self.scale}, but conditioning "
-                f"{type(run.conditioning).__name__} assigns a single reward to each prompt, so "
-                "prompts cannot be compared with each other: set scale to group"
+                f"{key}.advantages.scale {self.scale} compares prompts, but conditioning "
+                f"{type(run.conditioning).__name__} gives each one reward: set scale to group"
             )
 
     def check_groups(self, key: str, group_size: int) -> None:

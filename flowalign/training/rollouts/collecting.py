@@ -168,7 +168,8 @@ class CreditedRollouts:
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.estimator = AdvantageEstimator(cfg.advantages, rewards, learner.processes)
         """Estimator of advantages, with reward weights that thresholds adapt."""
-        self.history = OutcomeHistory(cfg.requirements(cfg.window(0)).history)
+        length = cfg.requirements(cfg.window(0)).history if cfg.credit else 0
+        self.history = OutcomeHistory(length)
         """Outcomes of earlier steps that the credit method uses."""
         self.critic = cfg.critic.start() if cfg.critic else None
         """Critic fitted to the outcomes of earlier steps."""

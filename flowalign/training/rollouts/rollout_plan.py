@@ -94,7 +94,7 @@ def rollout_work(
     """Return the work of the rollouts of a step, with their previews."""
     counts, decodes = Counter[str](), 0
     for phase in cfg.phases:
-        distinct, scored = _distinct(phase, window), phase.requirements(window).scored
+        distinct, scored = _distinct(phase, window), phase.requirements(window).scores
         each = {
             **rollout_evaluations(phase, window, run.policy.evaluations_per_velocity),
             "sampling by latent rewards": sum(distinct[k] * x.evaluation_share for x, k in scored),
@@ -145,7 +145,7 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
             f"{cfg.key}.credit needs a critic, which reads features of the denoiser, but "
             f"{type(run.policy).__name__} {run.policy.no_features}: choose credit without a critic"
         )
-    for reward, _ in needs.scored:
+    for reward, _ in needs.scores:
         check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":
         unguided(run.policy)
@@ -210,8 +210,8 @@ def _value_rows(cfg: RolloutSettings, model: ModelPlan, window: Sequence[int]) -
     if cfg.critic:
         observed = f"features of states {sorted(needs.observed)}"
         rows["predictions of the critic"] = f"from {observed}, for no evaluation"
-    if needs.scored:
-        states = f"of states {[k for _, k in needs.scored]}"
+    if needs.scores:
+        states = f"of states {[k for _, k in needs.scores]}"
         rows["scores of the latent reward"] = (
             f"{states}, without completions, decodes and reward calls"
         )

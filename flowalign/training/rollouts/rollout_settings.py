@@ -17,7 +17,6 @@ from flowalign.types import (
     LatentReward,
     PastOutcomes,
     SharedRows,
-    StepCredit,
     Trajectory,
     ValueFunction,
     plain_requests,
@@ -56,86 +55,62 @@ class RolloutFields:
         return {one.name: getattr(self, one.name) for one in fields(RolloutFields)}
 
 
-@dataclass(frozen=True)
-class CreditRequirements:
-    """Requirements of a credit method on a rollout, found with a trajectory of zeros."""
-
-    credit: StepCredit
-    """Credit that the method assigned to the zeros."""
-    requested: tuple[CompletionRequest, ...]
-    """States that the method requests values for."""
-    read: frozenset[int]
-    """Indices of the states that the method reads directly."""
-    observed: frozenset[int]
-    """Indices of the states with features that the method or its critic reads."""
-    predicted: frozenset[int]
-    """Indices of the states with outcomes that the critic predicts."""
-    history: int
-    """Number of earlier training steps with outcomes that the method uses."""
-    scored: tuple[tuple[LatentReward, int], ...] = ()
-    """Pairs of a latent reward and the index of a state that it scores for the method."""
-
-
-def credit_requirements(
-    method: CreditEstimator, empty: Trajectory, how: Completion
-) -> CreditRequirements:
-    """Return the requirements of a credit method on a rollout.
+class CreditRequirements(ValueFunction):
+    """Requirements of a credit method on a rollout, recorded with a trajectory of zeros.
 
     Raises:
         ValueError: The method cannot be applied to trajectories with the layout of `empty`.
     """
-    values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
-    hidden = _Zeros(empty.rows)
-    credit = method(replace(empty, states=states, hidden=hidden), values)
-    requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
-    observed = frozenset(hidden.read | values.critic_read)
-    return CreditRequirements(
-        credit,
-        requested,
-        frozenset(states.read | {k for _, k in values.scores}),
-        observed,
-        frozenset(values.critic_read),
-        values.history,
-        tuple(sorted(values.scores, key=lambda each: each[1])),
-    )
 
-
-class _RecordedValues(ValueFunction):
-    """Value function that returns 0 and records the requested states."""
-
-    def __init__(self, method: str, empty: Trajectory, how: Completion):
-        self.method, self.empty, self.how = method, empty, how
-        self.requested: set[CompletionRequest] = set()
+    def __init__(self, method: CreditEstimator, empty: Trajectory, how: Completion):
+        self.method, self.empty, self.how = type(method).__name__, empty, how
         self.history = 0
+        """Number of earlier training steps with outcomes that the method uses."""
         self.critic_read: set[int] = set()
-        self.scores: set[tuple[LatentReward, int]] = set()
+        """Indices of the states with outcomes that the critic predicts."""
+        requested: set[CompletionRequest] = set()
+        scores: set[tuple[LatentReward, int]] = set()
+        self._requested, self._scores = requested, scores
+        states, hidden = _Zeros(empty.rows), _Zeros(empty.rows)
+        self.credit = method(replace(empty, states=states, hidden=hidden), self)
+        """Credit that the method assigned to the zeros."""
+        self.requested = tuple(sorted(requested, key=lambda each: (each[0], str(each[1]))))
+        """States that the method requests values for."""
+        self.scores = tuple(sorted(scores, key=lambda each: each[1]))
+        """Pairs of a latent reward and the index of a state that it scores for the method."""
+        self.read = states.read | {k for _, k in scores}
+        """Indices of the states that the method reads directly."""
+        self.observed = hidden.read | self.critic_read
+        """Indices of the states with features that the method or its critic reads."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        """Return zeros, and record the states with their completion."""
         end = self.empty.num_steps
-        self._check("value", ks, end)
-        self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
-        return torch.zeros(len(self.empty.logp), len(ks), 1)
+        self._requested.update((k, how or self.how if k < end else self.how) for k in ks)
+        return self._make_zeros("value", ks, end)
 
     def past(self, num_steps: int) -> PastOutcomes | None:
+        """Return no outcomes, and record the number of steps."""
         self.history = max(self.history, num_steps)
         return None
 
     def predicted(self, ks: Sequence[int]) -> Tensor:
-        self._check("prediction", ks, self.empty.num_steps - 1)
+        """Return zeros, and record the states."""
         self.critic_read.update(ks)
-        return torch.zeros(len(self.empty.logp), len(ks), 1)
+        return self._make_zeros("prediction", ks, self.empty.num_steps - 1)
 
     def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
-        self._check("latent reward", ks, self.empty.num_steps)
-        self.scores.update((reward, k) for k in ks)
-        return torch.zeros(len(self.empty.logp), len(ks), 1)
+        """Return zeros, and record the states with their latent reward."""
+        self._scores.update((reward, k) for k in ks)
+        return self._make_zeros("latent reward", ks, self.empty.num_steps)
 
-    def _check(self, what: str, ks: Sequence[int], last: int) -> None:
+    def _make_zeros(self, what: str, ks: Sequence[int], last: int) -> Tensor:
         for k in ks:
             if not 0 <= k <= last:
                 raise ValueError(
                     f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
                 )
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
 
 
 class _Zeros(Mapping[int, Tensor]):
@@ -209,8 +184,7 @@ class RolloutSettings(RolloutFields):
         if self.credit is not None and not steps:
             raise ValueError(
                 f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
-                f"denoising steps, and {self.key}.sampling.sde_window has none: choose one "
-                "such as flowalign.sampling.AllButLast, or set credit to null"
+                f"steps; {self.key}.sampling.sde_window has none: choose AllButLast, or no credit"
             )
         return steps
 
@@ -257,7 +231,7 @@ class RolloutSettings(RolloutFields):
         """
         method, critic = self.credit or Outcome(), f"{self.key}.critic"
         name = type(method).__name__
-        needs = credit_requirements(method, self.empty_trajectory(steps), self.completion)
+        needs = CreditRequirements(method, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantages.scale == "given"):
             advised = "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             raise ValueError(
@@ -272,10 +246,10 @@ class RolloutSettings(RolloutFields):
                 f"{self.key}.sampling.tail_ratio shortens rollouts, but {name} values the states "
                 f"{between} on the whole schedule: set it to null"
             )
-        if bool(needs.predicted) != (self.critic is not None):
+        if bool(needs.critic_read) != (self.critic is not None):
             raise ValueError(
                 f"{critic} is null, but {name} needs predictions of a critic: set it to {{}}"
-                if needs.predicted
+                if needs.critic_read
                 else f"{critic} is set, but {name} reads no predictions: set it to null, or "
                 f"{self.key}.credit to flowalign.credit.LambdaReturn"
             )
@@ -286,6 +260,5 @@ def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
     """Raise ValueError because the loss does not train the process rewards of the method."""
     raise ValueError(
         f"{key}.credit is {type(method).__name__}, which has process rewards. Only GRPO on "
-        "transitions trains these, with a surrogate that needs no best sample;\n"
-        "choose flowalign.credit.LatentGain, or recipe.algorithm flowalign.losses.GRPO"
+        "transitions trains these; choose it, or flowalign.credit.LatentGain"
     )

@@ -62,7 +62,7 @@ def test_a_step_that_reads_blocks_costs_what_the_plan_says(path):
     few = replace(recipe, sampling=replace(recipe.sampling, samples_per_prompt=samples))
     prompts = ("a red circle", "two blue squares", "a green triangle")
     window = few.sampling.sde_window.steps(few.sampling.num_steps, 0, generator(0, "window", 0))
-    scored = few.rollouts.requirements(window).scored
+    scored = few.rollouts.requirements(window).scores
     distinct = few.rollouts.empty_trajectory(window).rows.unique_rows
     of_blocks = round(sum(one.evaluation_share * 3 * len(distinct(k)) for one, k in scored))
     planned = plan_step(few, run.context(rewards), policy.plan(), 1).work.evaluations

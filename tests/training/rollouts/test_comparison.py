@@ -110,7 +110,7 @@ def everyone(folder, weights):
     """Rewards of all samples of the first step, [3, 4, 2]."""
     stream = opened(folder, weights)
     asked = stream.requests.batch(0, 3)
-    return stream._sample(0, asked, range(3))[1].view(3, 4, 2)
+    return stream._generate(asked, 0)([3])[:, 0].view(3, 4, 2)
 
 
 def test_pairs_may_be_chosen_by_normalised_dimensions(tmp_path):
@@ -195,7 +195,7 @@ def test_thresholds_move_the_weights_that_pairs_are_chosen_by(tmp_path):
         rule=Dominance(),
     )
     again.restore(stream.state())
-    assert torch.equal(again.estimator.weights, stream.estimator.weights)
+    assert torch.equal(again.rollouts.estimator.weights, stream.rollouts.estimator.weights)
 
 
 def test_settings_of_comparison_that_do_not_fit_are_refused(tmp_path):

@@ -107,9 +107,9 @@ def test_nft_gets_the_advantages_of_places(tmp_path):
 
 def test_what_cannot_use_places_is_refused(tmp_path):
     spatial = RewardMap(reward="mapped")
-    with pytest.raises(ValueError, match=r"choose GRPO without chunk_sizes and with PPOClip"):
+    with pytest.raises(ValueError, match=r"needs GRPO without chunk_sizes and with PPOClip"):
         new_recipe(spatial=spatial, algorithm=GRPO(RatioNorm(0.2)))
-    with pytest.raises(ValueError, match=r"choose GRPO without chunk_sizes"):
+    with pytest.raises(ValueError, match=r"needs GRPO without chunk_sizes"):
         new_recipe(spatial=spatial, algorithm=GRPO(PPOClip(), chunk_sizes=[2, 2]))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a")
