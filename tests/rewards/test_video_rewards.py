@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import interpolate
 from torch.testing import assert_close
@@ -47,14 +47,13 @@ from reward_models import (
     TemporalFlicker,
     vision_reward_video,
 )
-from reward_models.backbones.encoders import Encoder
 from reward_models.questions.question_set import read_question_set
 from tests.fixtures.credited import credited
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import recipe
 from tests.fixtures.preference import train as matched
-from tests.fixtures.rated import Rated
+from tests.fixtures.rated import Rated, Seeing
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import new_run
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
@@ -225,19 +224,7 @@ def test_visionreward_video_is_a_reward_of_an_online_step():
 # That still video does not win --------------------------------------------------------------------
 
 
-class Quarters(Encoder):
-    """The means of an image's four quarters, centred."""
-
-    reads_prompts, version = False, "quarters"
-
-    def read(self):
-        self.module = nn.Identity()
-
-    def embed_images(self, frames):
-        return F.adaptive_avg_pool2d(frames, 2).flatten(1) - 0.5
-
-    def embed_prompts(self, prompts):
-        return torch.zeros(len(prompts), 0)
+QUARTERS = Seeing(lambda x: F.adaptive_avg_pool2d(x, 2).flatten(1) - 0.5)
 
 
 def standardised(values: list[float]) -> list[float]:
@@ -247,7 +234,7 @@ def standardised(values: list[float]) -> list[float]:
 
 def calm() -> list[RewardModel]:
     """Three rewards that a still clip maximises."""
-    return [FlowSmoothness(), TemporalFlicker(), SubjectConsistency(Quarters(), device="cpu")]
+    return [FlowSmoothness(), TemporalFlicker(), SubjectConsistency(QUARTERS, device="cpu")]
 
 
 CALM = {"smoothness": 0.3, "flicker": 0.2, "consistency": 0.1}

@@ -39,29 +39,30 @@ def states(policy):
     return x, torch.tensor([0.3, 0.8]), policy.encode(plain_requests(PROMPTS))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A head of one epoch on twenty pairs, and the folder that it is in."""
-    folder = tmp_path_factory.mktemp("latent")
+def train_on_pairs(folder, run, num, dims):
+    """Train the head of a run file for one epoch on pairs of noise; return its folder, config."""
     generator, rows = torch.Generator().manual_seed(0), []
-    for i in range(20):
+    for i in range(num):
         files = [f"{i}-{j}.png" for j in range(2)]
         for file in files:
             pixels = (255 * torch.rand(32, 32, 3, generator=generator)).byte()
             Image.fromarray(pixels.numpy()).save(folder / file)
-        ranks = {d: [1 + i % 2, 2 - i % 2] for d in ("colour", "clean")}
-        rows.append(
-            json.dumps({"prompt": world.splits()["train"][i], "images": files, "ranks": ranks})
-        )
-    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
-    content = yaml.safe_load(Path(RUN).read_text())
+        prompt, ranks = world.splits()["train"][i], [1 + i % 2, 2 - i % 2]
+        rows.append({"prompt": prompt, "images": files, "ranks": dict.fromkeys(dims, ranks)})
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    content = yaml.safe_load(Path(run).read_text())
     content["data"] = [{"path": str(folder / "pairs.jsonl"), "schema": "generic"}]
-    content["dimensions"] = {d: content["dimensions"][d] for d in ("colour", "clean")}
+    content["dimensions"] = {d: content["dimensions"][d] for d in dims}
     content |= {"embeddings": None, "output_dir": str(folder / "run")}
     content["schedule"]["epochs"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     config = train(*load_run(str(folder / "run.yaml")), print)
     return folder / "run" / "model", config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_on_pairs(tmp_path_factory.mktemp("latent"), RUN, 20, ("colour", "clean"))
 
 
 def test_features_are_what_the_next_block_would_read(policy, states):
@@ -241,29 +242,13 @@ def test_the_head_has_the_published_size_and_reads_square_maps():
 
 
 def test_a_reward_trained_on_pairs_is_read_back(tmp_path, policy, states):
-    generator, rows = torch.Generator().manual_seed(0), []
-    for i in range(12):
-        files = [f"{i}-{j}.png" for j in range(2)]
-        for file in files:
-            pixels = (255 * torch.rand(32, 32, 3, generator=generator)).byte()
-            Image.fromarray(pixels.numpy()).save(tmp_path / file)
-        prompt, ranks = world.splits()["train"][i], {"clean": [1 + i % 2, 2 - i % 2]}
-        rows.append(json.dumps({"prompt": prompt, "images": files, "ranks": ranks}))
-    (tmp_path / "pairs.jsonl").write_text("\n".join(rows) + "\n")
-    content = yaml.safe_load(Path("configs/reward/shapes_drm.yaml").read_text())
-    content["data"] = [{"path": str(tmp_path / "pairs.jsonl"), "schema": "generic"}]
-    content["dimensions"] = {"clean": content["dimensions"]["clean"]}
-    content |= {"embeddings": None, "output_dir": str(tmp_path / "run")}
-    content["schedule"]["epochs"] = 1
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    train(*load_run(str(tmp_path / "run.yaml")), lambda _: None)
-    reward = TrainedLatentReward(str(tmp_path / "run" / "model"))
+    folder, _ = train_on_pairs(tmp_path, "configs/reward/shapes_drm.yaml", 12, ("clean",))
+    reward = TrainedLatentReward(str(folder))
     reward.attach(policy)
     assert reward.evaluation_share == 4 / 5
     assert reward.score(*states).shape == (2, 1)
-    file = tmp_path / "run" / "model" / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads((folder / "config.json").read_text())
     config["backbone"]["class_path"] = "os.path"
-    file.write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"names os.path, which is not in reward_models"):
-        TrainedLatentReward(str(tmp_path / "run" / "model"))
+        TrainedLatentReward(str(folder))

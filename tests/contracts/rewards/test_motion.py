@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from flowalign.types import MediaBatch
 from reward_models import Drift, JpegSize, PerFrame
-from reward_models.backbones.encoders import EfficientNet, Encoder, find_packaged_weights
+from reward_models.backbones.encoders import EfficientNet, find_packaged_weights
 from reward_models.detection.safety import CLASSES, UNSAFE, NudeNet
 from reward_models.signals import temporal
 from reward_models.signals.temporal import (
@@ -30,7 +29,7 @@ from reward_models.signals.temporal import (
     to_grey,
 )
 from tests.fixtures.golden import load
-from tests.fixtures.rated import Rated
+from tests.fixtures.rated import Rated, Seeing
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
 
@@ -149,29 +148,16 @@ def test_a_clip_without_a_usable_frame_rate_is_invalid(fps):
     assert "frame" in output.reasons[0]
 
 
-class Mean(Encoder):
+WEIGHT = torch.randn(7, 12, generator=torch.Generator().manual_seed(2))
+
+
+def mean(version: str = "mean") -> Seeing:
     """Encoder with the means of an image's quarters, times a weight, as features."""
-
-    reads_prompts = False
-
-    def __init__(self, version: str = "mean"):
-        self.version, self.reads = version, 0
-
-    def read(self) -> None:
-        self.reads += 1
-        self.module = nn.Linear(12, 7)
-        generator = torch.Generator().manual_seed(2)
-        self.module.weight = nn.Parameter(torch.randn(7, 12, generator=generator))
-
-    def embed_images(self, frames):
-        return F.adaptive_avg_pool2d(frames, 2).flatten(1) @ self.module.weight.T
-
-    def embed_prompts(self, prompts):
-        return torch.zeros(len(prompts), 0)
+    return Seeing(lambda x: F.adaptive_avg_pool2d(x, 2).flatten(1) @ WEIGHT.T, version)
 
 
 def test_consistency_uses_the_features_of_the_encoder():
-    batch, encoder = example_batch(3, frames=5), Mean()
+    batch, encoder = example_batch(3, frames=5), mean()
     model = SubjectConsistency(encoder, device="cpu", batch_size=2)
     measured = model.score(batch).values
     features = encoder.embed_images(batch.media.flatten(0, 1)).unflatten(0, (3, 5))
@@ -180,17 +166,12 @@ def test_consistency_uses_the_features_of_the_encoder():
 
 
 def test_frames_are_encoded_some_at_a_time():
-    class Counted(Mean):
-        sizes = ()
-
-        def embed_images(self, frames):
-            self.sizes = (*self.sizes, len(frames))
-            return super().embed_images(frames)
-
-    encoder, batch = Counted(), example_batch(2, frames=40, height=8, width=9)
+    sizes, embed = [], mean().embed
+    encoder = Seeing(lambda frames: sizes.append(len(frames)) or embed(frames))
+    batch = example_batch(2, frames=40, height=8, width=9)
     together = SubjectConsistency(encoder, device="cpu").score(batch).values
-    assert encoder.sizes == (64, 16)
-    alone = [SubjectConsistency(Mean(), device="cpu").score(batch.take([i])) for i in range(2)]
+    assert sizes == [64, 16]
+    alone = [SubjectConsistency(mean(), device="cpu").score(batch.take([i])) for i in range(2)]
     torch.testing.assert_close(together, torch.cat([one.values for one in alone]))
 
 
@@ -247,7 +228,7 @@ def test_rewards_of_flow_keep_the_contract(model):
 
 @pytest.mark.parametrize(
     "model",
-    [TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(tone())],
+    [TemporalFlicker(), SubjectConsistency(mean(), device="cpu"), Drift(tone())],
     ids=lambda m: m.spec.name,
 )
 def test_differentiable_rewards_of_time_keep_the_contract(model):
@@ -261,7 +242,7 @@ def test_failed_rows_have_no_gradient_and_spoil_none():
     media = batch.media.clone()
     media[1, 0, 0, 0, 0] = torch.nan
     media.requires_grad_()
-    for model in (TemporalFlicker(), SubjectConsistency(Mean(), device="cpu"), Drift(tone())):
+    for model in (TemporalFlicker(), SubjectConsistency(mean(), device="cpu"), Drift(tone())):
         output = model.score(replace(batch, media=media))
         (gradient,) = torch.autograd.grad(output.values[output.valid].sum(), media)
         assert (gradient[1] == 0).all()
@@ -272,8 +253,8 @@ def test_failed_rows_have_no_gradient_and_spoil_none():
 def test_settings_enter_the_fingerprints():
     check_fingerprints(
         [
-            SubjectConsistency(Mean()),
-            SubjectConsistency(Mean("other")),
+            SubjectConsistency(mean()),
+            SubjectConsistency(mean("other")),
             Drift(tone()),
             Drift(tone("b")),
             Drift(tone(), 0.2),

@@ -6,29 +6,18 @@ import pytest
 import torch
 
 from flowalign.types import MediaBatch
-from reward_models.backbones.encoders import Encoder
 from reward_models.signals.source_consistency import (
     SourceConsistency,
     UnchangedPixels,
     compare_pixels,
 )
+from tests.fixtures.rated import Seeing
 from tests.fixtures.reward_contract import check_contract, example_batch
 
 
-class Corners(Encoder):
+def corners() -> Seeing:
     """Encoder with six numbers per image, far from its border; three may be negative."""
-
-    reads_prompts = False
-    version = "corners"
-
-    def read(self):
-        self.module = torch.nn.Linear(1, 1)
-
-    def embed_images(self, frames):
-        return torch.cat([frames[:, :, 1, 1], frames[:, :, -2, -2] - 0.5], 1)
-
-    def embed_prompts(self, prompts):
-        return torch.zeros(len(prompts), 0)
+    return Seeing(lambda x: torch.cat([x[:, :, 1, 1], x[:, :, -2, -2] - 0.5], 1))
 
 
 def edits(num=4):
@@ -47,12 +36,12 @@ def test_kept_is_the_mean_difference_outside_the_mask():
     assert compare_pixels(edit, source, torch.ones(1, 2, 2)).isnan()
 
 
-@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(Corners())])
+@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(corners())])
 def test_what_every_reward_promises(reward):
     check_contract(reward, edits())
 
 
-@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(Corners())])
+@pytest.mark.parametrize("reward", [UnchangedPixels(), SourceConsistency(corners())])
 def test_every_edit_is_compared_with_its_own_source(reward):
     """An unchanged image scores 1, also if its source had another size."""
     grey = [torch.full((3, 8 + i, 9), (i + 1) / 6) for i in range(4)]
@@ -95,4 +84,4 @@ def test_features_that_point_away_score_zero():
     media, source = torch.zeros(1, 1, 3, 4, 4), torch.zeros(3, 4, 4)
     source[:, -2, -2] = 1.0
     batch = MediaBatch(media, [""], references=[[source]])
-    assert SourceConsistency(Corners()).score(batch).values.item() == 0.0
+    assert SourceConsistency(corners()).score(batch).values.item() == 0.0

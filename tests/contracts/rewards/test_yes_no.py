@@ -30,9 +30,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {kind: build_judge(root / kind, kind) for kind in KINDS}
 
 
+def of(folder: Path, **settings) -> QwenYesNo:
+    return QwenYesNo(str(folder), device="cpu", dtype="float32", **settings)
+
+
 @pytest.fixture(scope="module")
 def judge(folders) -> QwenYesNo:
-    return QwenYesNo(str(folders["qwen2_5_vl"]), device="cpu", dtype="float32", batch_size=2)
+    return of(folders["qwen2_5_vl"], batch_size=2)
 
 
 def pictures(frames: int = 1, size: tuple[int, int] = (56, 84)) -> MediaBatch:
@@ -51,21 +55,15 @@ def asked_alone(folder: Path, batch: MediaBatch) -> Tensor:
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     known = processor.tokenizer.get_vocab()
-    yes, no = (
-        sorted({known[w] for w in words})
-        for words in (
-            ("yes", "Yes", " yes"),
-            ("no", "No", " No"),
-        )
-    )
+    spellings = ("yes", "Yes", " yes"), ("no", "No", " No")
+    yes, no = (sorted({known[w] for w in words}) for words in spellings)
     video = batch.media.shape[1] > 1
     rows = []
     for i, clip in enumerate((batch.media * 255).round().to(torch.uint8)):
         given: dict = {"images": [clip[0]]}
         if video:
-            metadata = VideoMetadata(
-                len(clip), fps=batch.fps[i], frames_indices=list(range(len(clip)))
-            )
+            shown = list(range(len(clip)))
+            metadata = VideoMetadata(len(clip), fps=batch.fps[i], frames_indices=shown)
             given = {"videos": [clip], "video_metadata": [metadata], "do_sample_frames": False}
         row = []
         for question in QUESTIONS:
@@ -89,7 +87,7 @@ def asked_alone(folder: Path, batch: MediaBatch) -> Tensor:
 @pytest.mark.parametrize("frames", [1, 6])
 def test_questions_on_a_shared_prefix_get_what_each_full_prompt_gets(folders, kind, frames):
     batch = pictures(frames)
-    judge = QwenYesNo(str(folders[kind]), device="cpu", dtype="float32", batch_size=2, fps=3.0)
+    judge = of(folders[kind], batch_size=2, fps=3.0)
     if frames > 1:  # all frames are seen
         batch = replace(batch, fps=(2.0, 3.0, 3.0))
     expected = asked_alone(folders[kind], batch)
@@ -123,7 +121,7 @@ def test_a_picture_is_encoded_once_for_all_questions(judge, monkeypatch):
 
 
 def test_only_frames_at_the_wanted_rate_are_seen(folders):
-    judge = QwenYesNo(str(folders["qwen2_5_vl"]), device="cpu", dtype="float32", max_frames=4)
+    judge = of(folders["qwen2_5_vl"], max_frames=4)
     batch = replace(pictures(9), fps=(4.0, 4.0, 4.0))  # 2.25 s: two frames, first and last
     changed = batch.media.clone()
     changed[:, 1:8] = 0.5
@@ -134,18 +132,14 @@ def test_only_frames_at_the_wanted_rate_are_seen(folders):
 
 
 def test_a_frame_of_each_full_second_is_seen_as_vision_reward_has_it(folders):
-    folder = str(folders["qwen3_vl"])
-    judge = QwenYesNo(folder, device="cpu", dtype="float32", fps="seconds")
+    judge = of(folders["qwen3_vl"], fps="seconds")
     batch = replace(pictures(9), fps=(4.0, 2.0, 9.0))
     assert [judge._frames(batch, i) for i in range(3)] == [[0, 4, 8], [0, 2, 4, 6, 8], [0, 8]]
-    plain = QwenYesNo(folder, device="cpu", dtype="float32")
-    assert plain.version != judge.version
+    assert of(folders["qwen3_vl"]).version != judge.version
 
 
 def test_large_pictures_are_shrunk_to_the_limit(folders):
-    judge = QwenYesNo(
-        str(folders["qwen2_5_vl"]), device="cpu", dtype="float32", max_pixels=4 * 28 * 28
-    )
+    judge = of(folders["qwen2_5_vl"], max_pixels=4 * 28 * 28)
     judge.load()
     batch = pictures(size=(200, 300))
     assert judge._shrunk(batch.media[0]).shape[-2:] == (28, 56)
@@ -170,7 +164,7 @@ def test_canonical_adds_up_all_spellings_and_exact_takes_one(folders, judge):
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in ("yes", "Yes", " yes")}
     assert find_answer_tokens(tokenizer, "yes") == sorted(ids.values())
     assert find_answer_tokens(tokenizer, "yes", canonical=False) == [ids["Yes"]]
-    exact = QwenYesNo(str(folders["qwen2_5_vl"]), "cpu", "float32", canonical=False)
+    exact = of(folders["qwen2_5_vl"], canonical=False)
     batch = pictures()
     assert exact.version != judge.version
     assert not torch.allclose(exact.ask(batch, same(batch)), judge.ask(batch, same(batch)))
@@ -201,19 +195,13 @@ def test_other_architectures_and_missing_folders_are_refused(tmp_path):
         QwenYesNo(str(tmp_path / "nowhere"), device="cpu").load()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"batch_size": 0},
-        {"max_frames": 1},
-        {"fps": 0.0},
-        {"max_pixels": 10},
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_read(wrong):
-    (name,) = wrong
+WRONG = {"batch_size": 0, "max_frames": 1, "fps": 0.0, "max_pixels": 10}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG.items())
+def test_wrong_options_are_refused_before_anything_is_read(name, value):
     with pytest.raises(ValueError, match=name):
-        QwenYesNo("nowhere", **wrong)
+        QwenYesNo("nowhere", **{name: value})
 
 
 def test_packed_questions_attend_to_the_prefix_and_themselves():
