@@ -79,8 +79,7 @@ class ChatClient:
 
     def __init__(self, server: Server):
         self.server = server
-        folder = None if server.cache == "memory" else server.cache
-        self._cache = None if server.cache is None else AnswerCache(folder)
+        self._cache = AnswerCache(server.cache)
         self._session: _Session | None = None
 
     def load(self) -> None:
@@ -102,7 +101,7 @@ class ChatClient:
             session = _Session(self.server, headers)
             stack.callback(self._portal.call, session.http.aclose)
             self._portal.call(session.check)
-            self._closing = stack.pop_all()
+            self._open = stack.pop_all()  # until the process ends
         self._session = session
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -124,24 +123,16 @@ class ChatClient:
             ChatError: There is no answer.
         """
         body, key = self._request(messages, parameters)
-        if self._cache is not None and (kept := self._cache.get(key)) is not None:
+        if (kept := self._cache.get(key)) is not None:
             return ChatAnswer(**kept)
         assert self._session is not None
         answer = await self._session.ask(body)
-        if self._cache is not None:
-            self._cache.put(key, asdict(answer))
+        self._cache.put(key, asdict(answer))
         return answer
 
     def forget(self, messages: Messages, parameters: Mapping[str, Any]) -> None:
         """Remove an answer that could not be read from the cache."""
-        if self._cache is not None:
-            self._cache.drop(self._request(messages, parameters)[1])
-
-    def close(self) -> None:
-        """Close connections and thread; the next `load` opens them again."""
-        if self._session is not None:
-            self._session = None
-            self._closing.close()
+        self._cache.drop(self._request(messages, parameters)[1])
 
     def _request(self, messages: Messages, parameters: Mapping[str, Any]) -> tuple[bytes, str]:
         """Return the body of a request and its key in the cache."""

@@ -15,15 +15,17 @@ _MOST_IN_MEMORY = 20_000
 
 
 class AnswerCache:
-    """Stores JSON answers in main memory, or in a folder that persists after the process.
+    """Stores JSON answers in main memory, in a folder that persists after the process, or nowhere.
 
     A file is written atomically, so several processes may share a folder. A file that cannot be
     read counts as missing.
     """
 
-    def __init__(self, folder: str | None = None):
-        self.folder = None if folder is None else Path(folder)
+    def __init__(self, place: str | None):
+        """`place` is `memory`, a folder, or None to store nothing."""
+        self.folder = None if place in (None, "memory") else Path(place)
         self._memory: dict[str, Any] = {}
+        self._most = _MOST_IN_MEMORY if place else 0
 
     def get(self, key: str) -> Any | None:
         """Return the answer with this key, or None."""
@@ -38,7 +40,7 @@ class AnswerCache:
         """Store an answer; a full memory cache drops its oldest one."""
         if self.folder is None:
             self._memory[key] = answer
-            if len(self._memory) > _MOST_IN_MEMORY:
+            if len(self._memory) > self._most:
                 del self._memory[next(iter(self._memory))]
             return
         path = self._path(key)

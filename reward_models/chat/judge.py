@@ -136,11 +136,6 @@ class Judge(Loadable):
         """Check that the server is running and offers the model."""
         self.client.load()
 
-    @final
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
-
     @property
     @final
     @override

@@ -109,10 +109,6 @@ class WinRate(Composed):
             version=f"{spec.version} {orders}",
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self.judge.close()
-
     @override
     def judge_calls(self, group_sizes: Sequence[int]) -> JudgeCalls:
         pairs = sum(comb(size, 2) for size in group_sizes)

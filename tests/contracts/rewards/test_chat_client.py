@@ -346,7 +346,7 @@ def test_a_cached_answer_that_is_not_whole_is_asked_for_again(serve, tmp_path):
 
 def test_memory_holds_the_newest_answers(monkeypatch):
     monkeypatch.setattr("reward_models.chat.guards._MOST_IN_MEMORY", 2)
-    cache = AnswerCache()
+    cache = AnswerCache("memory")
     for key in "abc":
         cache.put(key, {"text": key})
     assert [cache.get(key) for key in "abc"] == [None, {"text": "b"}, {"text": "c"}]
@@ -369,20 +369,6 @@ def test_load_names_what_is_wrong_with_the_server(serve, monkeypatch):
     with pytest.raises(ValueError, match=f"no chat server answers at {chat.url}") as caught:
         client_of(chat).load()
     assert len(str(caught.value).splitlines()) <= 5
-
-
-def test_after_closing_a_client_opens_again_and_leaves_no_thread(serve):
-    chat = serve(lambda r: "fine")
-    client = client_of(chat)
-    before = loops()
-    client.load()
-    client.load()
-    assert len(loops()) == len(before) + 1
-    client.close()
-    client.close()
-    assert loops() == before
-    assert ask(client, "x") == ["fine"]
-    client.close()
 
 
 def test_a_failed_load_leaves_no_thread(serve):

@@ -136,7 +136,6 @@ def contract_batch(references=False, fps=False, frames=1):
 def test_judges_keep_the_contract_of_rewards(serve, make, answer, columns):
     judge = make(serve(answer, cache="memory"))
     check_contract(judge, contract_batch(**columns), atol=1e-4)
-    judge.close()
 
 
 def cut_off(answer):
@@ -514,7 +513,6 @@ def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
     place = output.maps["artefact_map"][0]
     assert (place[9:19, 5:15] == 0).all()
     assert (place[:, 20:] == 1).all()
-    reward.judge.close()
 
 
 def test_fingerprints_tell_settings_apart(serve, tmp_path):

@@ -185,7 +185,6 @@ def test_win_rates_keep_what_the_contract_asks_of_rewards_that_compare(serve):
     output = judge.score(two).values
     assert torch.equal(output[:3], output[3:])
     assert torch.equal(judge.score(two.take([5, 3, 1, 4, 0, 2])).values, output[[5, 3, 1, 4, 0, 2]])
-    judge.close()
 
 
 @pytest.mark.parametrize(("orders", "passes"), [("both", 1), ("one", 2)])
