@@ -21,13 +21,11 @@ from flowalign.types import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    RewardModel,
-    RewardOutput,
     RewardSpec,
     Seed,
     require_ranges,
 )
-from reward_models.backbones.reward_bases import collect
+from reward_models.backbones.reward_bases import BatchScores, ScreenedReward, collect
 from reward_models.chat.chat_client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.guards import ChatError, ServerDown
 from reward_models.chat.parsers import Unparsable
@@ -205,7 +203,7 @@ class Judge(Loadable):
 
 
 @dataclass(eq=False, repr=False)
-class ChatJudge(Judge, RewardModel):
+class ChatJudge(Judge, ScreenedReward):
     """Reward from a chat model; a subclass defines the conversations (`ask`) and reads the answers.
 
     The score is `combine` of all readable passes, and the uncertainty their standard deviation. A
@@ -249,30 +247,23 @@ class ChatJudge(Judge, RewardModel):
         return self.calls(sum(group_sizes) * self.conversations)
 
     @final
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Ask about all samples at the same time."""
-        failed = self.spec.screen(batch)
-        self.load()
-        questions, unshown = collect(batch, self.ask, failed)
-        failed |= unshown
+        questions, failed = collect(batch, self.ask)
         verdicts = self.collect(list(questions.values()), self._read)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         spread = values.clone()
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
-        partial: dict[int, str] = {}
         for i, verdict in zip(questions, verdicts, strict=True):
             extras[i] = {"texts": list(verdict.texts), "missing": list(verdict.missing)}
-            if len(verdict.values) == 0:
+            if len(verdict.values):
+                values[i] = self.combine(verdict.values).float()
+                spread[i] = self._spread(verdict)
+            else:
                 failed[i] = verdict.missing[0]
-                continue
-            values[i] = self.combine(verdict.values).float()
-            spread[i] = self._spread(verdict)
-            scored = zip(self.spec.dims, values[i].tolist(), strict=True)
-            if silent := [dim for dim, value in scored if value != value]:
-                partial[i] = f"the judge gave no {', '.join(silent)}"
-        uncertainty = spread if self.sampling.passes > 1 else None
-        output = RewardOutput.build(self.spec, values, failed, uncertainty, extras)
-        return replace(output, reasons={**output.reasons, **partial})
+        return BatchScores(
+            values, spread if self.sampling.passes > 1 else None, failed, None, extras
+        )
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the values; raise Unparsable if a score that results is outside the scale."""

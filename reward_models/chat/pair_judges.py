@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import JudgeCalls, MediaBatch, RewardOutput, RewardSpec
-from reward_models.backbones.reward_bases import Composed
+from flowalign.types import JudgeCalls, MediaBatch, RewardSpec
+from reward_models.backbones.reward_bases import BatchScores, Composed, ScreenedReward
 from reward_models.chat.chat_client import ChatAnswer, Messages
 from reward_models.chat.judge import Judge, Verdict
 from reward_models.chat.parsers import Unparsable
@@ -89,7 +89,7 @@ class _Duel:
     contradicted: bool = False
 
 
-class WinRate(Composed):
+class WinRate(Composed, ScreenedReward):
     """Scores the share of the other samples of its group that a sample beats; a tie is half a win.
 
     All pairs of a group are compared. With `orders: both` each pair is shown in both orders and the
@@ -115,19 +115,18 @@ class WinRate(Composed):
         turns = 2 if self.orders == "both" else 1
         return self.judge.calls(pairs * turns * self.judge.conversations)
 
-    def score(self, batch: MediaBatch) -> RewardOutput:
+    def rate(self, batch: MediaBatch) -> BatchScores:
         """Compare all pairs of all groups at the same time."""
-        failed = self.spec.screen(batch)
-        self.load()
         groups: dict[int, list[int]] = {}
-        for i in (i for i in range(len(batch)) if i not in failed):
-            groups.setdefault(batch.groups[i], []).append(i)
+        for i, group in enumerate(batch.groups):
+            groups.setdefault(group, []).append(i)
         for group, members in groups.items():
             _check_group(batch, group, members)
         duels = self._duels(batch, [p for m in groups.values() for p in combinations(m, 2)])
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
-        for i in (i for members in groups.values() for i in members):
+        failed: dict[int, str] = {}
+        for i in range(len(batch)):
             mine = [d for d in duels if i in d.pair]
             scored = [d for d in mine if not d.missing]
             missing = [reason for d in mine for reason in d.missing]
@@ -142,7 +141,7 @@ class WinRate(Composed):
                 values[i] = torch.stack(scores).mean(0).float()
             else:
                 failed[i] = missing[0] if missing else "its group has no other sample"
-        return RewardOutput.build(self.spec, values, failed, extras=extras)
+        return BatchScores(values, failed=failed, extras=extras)
 
     def _duels(self, batch: MediaBatch, pairs: Sequence[tuple[int, int]]) -> list[_Duel]:
         """Return one duel per pair, from one or two comparisons each."""

@@ -63,12 +63,12 @@ class VideoScore2(ChatJudge):
     """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2).
 
     `integer` takes the numbers as written; `expectation` and `upstream` weight digits by their
-    probability. The video is shown as separate frames at `rate` per second, because a server that
+    probability. The video is shown as separate frames at `fps` per second, because a server that
     receives data URLs reads them as images, without a video's positions.
     """
 
     mode: Literal["expectation", "upstream", "integer"] = "expectation"
-    rate: PositiveFloat = 2.0
+    fps: PositiveFloat = 2.0
     sampling: Sampling = field(default=Sampling(temperature=0.7), kw_only=True)
     usual = "video_score2"
 
@@ -90,7 +90,7 @@ class VideoScore2(ChatJudge):
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Return one conversation with the frames."""
         video = sample.media[0].detach()
-        shown = video[at_rate(len(video), sample.fps[0], self.rate)]
+        shown = video[at_rate(len(video), sample.fps[0], self.fps)]
         return [self.wording.render(prompt=sample.prompts[0], media=encode_images(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:

@@ -328,7 +328,7 @@ def test_an_axis_that_is_missing_is_missing_alone(serve):
     judge = UnifiedRewardPoint(serve(lambda r: "Alignment: 4\nStyle: 2"))
     output = judge.score(batch_of(0.5))
     assert output.valid.tolist() == [[True, False, True]]
-    assert output.reasons == {0: "the judge gave no coherence"}
+    assert output.reasons == {0: "unified_reward_point returned a non-finite value for coherence"}
 
 
 def test_passes_that_fail_do_not_count(serve):
@@ -391,7 +391,9 @@ def test_a_section_that_does_not_apply_is_not_valid_and_the_mean_is_of_the_other
     output = RationalRewards(serve(lambda r: text)).score(batch_of(0.5))
     assert output.valid.tolist() == [[True, True, False, True]]
     assert output.values[0, [0, 1, 3]].tolist() == [1.0, 1.0, 1.0]  # 9 is clamped to 4
-    assert output.reasons == {0: "the judge gave no text_rendering"}
+    assert output.reasons == {
+        0: "rational_rewards_t2i returned a non-finite value for text_rendering"
+    }
     messages = serve.running[0].requests[0].body["messages"]
     assert [m["role"] for m in messages] == ["system", "user"]
 
@@ -531,7 +533,7 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
             *({"sampling": Sampling(passes=2)}, {"sampling": Sampling(temperature=0.5)}),
         ],
         EditScore: [{"reduction": "average_first"}],
-        VideoScore2: [{"mode": "upstream"}, {"rate": 1.0}],
+        VideoScore2: [{"mode": "upstream"}, {"fps": 1.0}],
         YesNo: [{"questions": {"a": "b?"}}],
         Levels: [{"beginning": ""}, {"square": True}],
         MagicAssessor: [{"side": 512}],
@@ -556,7 +558,7 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
 
 
 WRONG = {
-    "rate": (lambda s: VideoScore2(s, rate=0.0), "rate of VideoScore2 is 0.0"),
+    "fps": (lambda s: VideoScore2(s, fps=0.0), "fps of VideoScore2 is 0.0"),
     "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
     "no tasks": (lambda s: OneReward(s, tasks={}), "tasks is empty"),
     "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),
