@@ -3,7 +3,7 @@
 A method file holds only the few settings in which it differs from its baseline. A resolved file, as
 in each run directory, holds all values and needs no other file.
 
-Files are merged left to right by the rules of `flowalign.utils.setting_layers`. With `extends` a
+Files are merged left to right by the rules of `flowalign.utils.typed_settings`. With `extends` a
 file names the files that it is layered on, one level deep.
 
 jsonargparse builds the run: unions and the refusal of unknown keys work without extra code, and a
@@ -22,9 +22,8 @@ from flowalign.runs.config.run import Run
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import pause_garbage_collection
-from flowalign.utils.setting_layers import ARGUMENTS, apply_options, join_values, merge
 from flowalign.utils.strict_yaml import read_mapping
-from flowalign.utils.typed_settings import build
+from flowalign.utils.typed_settings import ARGUMENTS, apply_options, build, join_values, merge
 
 _EXTENDS, _OUTPUT = "extends", "output_dir"
 FROM_NAMES = "names of the files"

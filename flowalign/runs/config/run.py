@@ -55,7 +55,7 @@ class Run:
     """Run file: a policy, a recipe that trains it, and rewards."""
 
     flat_lists: ClassVar = {"rewards": ("model", "weight")}
-    """Fields of a reward, see `flowalign.utils.setting_layers`."""
+    """Fields of a reward, see `flowalign.utils.typed_settings`."""
     policy: Policy
     """Trained model, by dotted path of a class in `pipelines` or your own class."""
     num_steps: PositiveInt
