@@ -14,12 +14,7 @@ from importlib import import_module
 
 from flowalign import __version__
 from flowalign.cli.options import Parser
-from flowalign.distributed.launch import (
-    leave_crashes,
-    leave_failure,
-    leave_stop,
-    report_restart,
-)
+from flowalign.distributed.launch import leave_crashes, leave_failure, leave_stop, report_restart
 from flowalign.utils.errors import ConfigError, RunFailure
 from flowalign.utils.interrupts import end_with_parent, exit_code, sigterm_stops
 from flowalign.utils.run_events import hide_in_command

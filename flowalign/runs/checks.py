@@ -16,12 +16,7 @@ from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import PREFIX, list_by_step
 from flowalign.training.divergence import distance_to_base
-from flowalign.training.held_out_evaluation import (
-    Evaluation,
-    EvaluationResult,
-    evaluate,
-    save_grid,
-)
+from flowalign.training.held_out_evaluation import Evaluation, EvaluationResult, evaluate, save_grid
 from flowalign.training.watch import Panel
 from flowalign.types import encode_requests, prompts_of
 from flowalign.utils.costs import Costs, stage

@@ -28,12 +28,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.planning import explain_shortage, memory_parts
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
-from flowalign.training.held_out_evaluation import (
-    Evaluation,
-    EvaluationResult,
-    evaluate,
-    save_grid,
-)
+from flowalign.training.held_out_evaluation import Evaluation, EvaluationResult, evaluate, save_grid
 from flowalign.types import describe_conditioning, prompts_of
 from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs

@@ -30,10 +30,7 @@ DENSE = {"class_path": "flowalign.extra.DensePairs", "init_args": {"seconds": 0.
 LOCAL = {"class_path": "flowalign.extra.LocalPairs"}
 REWARD = {
     "rewards": [
-        {
-            "class_path": "tests.fixtures.video_pixel.Warmth",
-            "weight": {"warm": 1.0, "green": 0.5},
-        }
+        {"class_path": "tests.fixtures.video_pixel.Warmth", "weight": {"warm": 1.0, "green": 0.5}}
     ]
 }
 
@@ -317,11 +314,7 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
         ),
         ({"rewards": []}, "rewards is empty"),
         (
-            {
-                "rewards": [
-                    {"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1}}
-                ],
-            },
+            {"rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1}}]},
             "reward 'redness' scores images; VideoPixel makes videos",
         ),
         ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),

@@ -84,10 +84,7 @@ BOTH = ("--weights", "beauty=1", "alignment=1")
 
 
 def made(
-    tmp_path: Path,
-    *options: object,
-    prompts: dict[str, list] = TWO,
-    table: Path | None = None,
+    tmp_path: Path, *options: object, prompts: dict[str, list] = TWO, table: Path | None = None
 ) -> list[dict]:
     out = tmp_path / "out"
     assert pairs(table or scored(tmp_path, prompts), "--out", out, *ALL, *options) == 0

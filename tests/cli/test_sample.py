@@ -145,14 +145,7 @@ def test_prompts_may_hold_any_character(sample, tmp_path):
     assert [record.prompt for record in open_dataset(str(tmp_path / "out"))] == odd
     # The list of a folder is a file of prompts for the next one.
     again = tmp_path / "again"
-    sample(
-        "--prompts",
-        tmp_path / "out" / "metadata.jsonl",
-        "--count",
-        1,
-        "--out",
-        again,
-    )
+    sample("--prompts", tmp_path / "out" / "metadata.jsonl", "--count", 1, "--out", again)
     assert listing(again) == listing(tmp_path / "out")
 
 
@@ -437,12 +430,7 @@ class Clips(Tinted):
 EACH_FRAME = """[{class_path: reward_models.PerFrame,
   init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean},
   weight: {redness_mean: 1.0}}]"""
-VIDEO = [
-    "--policy.class_path",
-    "tests.cli.test_sample.Clips",
-    "--rewards",
-    EACH_FRAME,
-]
+VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips", "--rewards", EACH_FRAME]
 
 
 def clip_of(prompt: str, *place: int) -> Tensor:

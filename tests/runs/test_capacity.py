@@ -331,7 +331,7 @@ class Judged(JpegSize):
 def test_judge_answers_and_tokens_have_a_row_where_there_is_a_judge():
     assert judge_row([JpegSize()], [3, 2]) == judge_row([], [3]) == {}
     assert judge_row([JpegSize(), Judged()], [300, 200]) == {
-        "judge answers per step": "5,000, of at most 500,000 tokens together",
+        "judge answers per step": "5,000, of at most 500,000 tokens together"
     }
 
 

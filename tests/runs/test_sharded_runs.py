@@ -55,8 +55,7 @@ def pairs(**settings):
 RECIPES = {
     "outcome": rollouts(),
     "branches": rollouts(
-        {"class_path": "flowalign.sampling.Tree"},
-        credit={"class_path": "flowalign.credit.Branch"},
+        {"class_path": "flowalign.sampling.Tree"}, credit={"class_path": "flowalign.credit.Branch"}
     ),
     "turning points": rollouts(credit={"class_path": "flowalign.credit.TurningPoint"}),
     "DPO": pairs(),

@@ -9,10 +9,7 @@ import pytest
 
 from tests.fixtures.zygote import behind, python
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 SLEEP = "import time; print('here', flush=True)\nwhile True: time.sleep(0.05)"
 
