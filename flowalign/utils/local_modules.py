@@ -189,12 +189,12 @@ def _wrap_function(component: dict[str, Any]) -> dict[str, Any]:
     if not inspect.isfunction(found):
         return component
     names = [*inspect.signature(found).parameters]
-    if names[:1] and names[0] not in FIRST_PARAMETERS and module in _files:
+    if names and names[0] in FIRST_PARAMETERS:
+        return component | {_CLASS: FUNCTION_REWARD, _ARGS: {_FUNCTION: component[_CLASS]}}
+    if names and module in _files:
         raise ConfigError(
             f"{_files[module]}: {name}({', '.join(names)}) is no reward function: its first "
             "parameter must be called images or videos, the others prompts, metadata, or as "
             "columns of the prompts"
         )
-    if not names or names[0] not in FIRST_PARAMETERS:
-        return component
-    return component | {_CLASS: FUNCTION_REWARD, _ARGS: {_FUNCTION: component[_CLASS]}}
+    return component

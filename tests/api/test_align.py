@@ -12,7 +12,17 @@ from flowalign.runs.config import load
 from flowalign.utils.strict_yaml import read_yaml
 from tests.fixtures.matrix import golden
 from tests.fixtures.pixel import SmoothRedness
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, open_sd3, redness
+from tests.fixtures.scripts import (
+    EVALUATED,
+    PROMPTS,
+    SIZE,
+    SMALL,
+    adapter,
+    new_trainer,
+    open_pipe,
+    open_sd3,
+    redness,
+)
 from tests.fixtures.tiny_flux import build_flux
 from tests.fixtures.tiny_unet import build_sd15, build_sdxl
 from tests.fixtures.tiny_video import build_wan
@@ -82,17 +92,8 @@ class Recorder(flowalign.Callback):
 
 def test_callbacks_see_steps_evaluations_and_images(tmp_path):
     seen = Recorder()
-    settings = SMALL["settings"] | {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
-    result = flowalign.align(
-        open_sd3(tmp_path),
-        {"red": redness},
-        PROMPTS,
-        eval_prompts=["a red fox"],
-        callbacks=[seen],
-        output_dir=str(tmp_path / "run"),
-        **SMALL | {"settings": settings},
-        **SIZE,
-    )
+    observed = EVALUATED | {"eval_prompts": ["a red fox"], "callbacks": [seen]}
+    result = new_trainer(open_sd3(tmp_path), tmp_path, {"red": redness}, **observed).train()
     assert seen.steps == [
         (1, result.history["reward/red"][0]),
         (2, result.history["reward/red"][1]),
@@ -116,10 +117,8 @@ def test_methods_of_each_kind_of_training_take_the_same_arguments(method, tmp_pa
 
 
 def test_a_saved_adapter_loads_in_diffusers(tmp_path):
-    verified = SMALL | SIZE | {"settings": {"threads": 1, "checkpoints.verify": "always"}}
-    result = flowalign.align(
-        open_sd3(tmp_path), redness, PROMPTS, output_dir=str(tmp_path / "run"), **verified
-    )
+    verified = {"threads": 1, "checkpoints.verify": "always"}
+    result = new_trainer(open_sd3(tmp_path), tmp_path, settings=verified).train()
     result.save(tmp_path / "fox-lora")
     fresh = open_pipe(str(tmp_path / "model"))
     fresh.load_lora_weights(tmp_path / "fox-lora")

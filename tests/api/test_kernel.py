@@ -10,13 +10,10 @@ pytestmark = pytest.mark.slow
 CELL = """
 import gc, psutil
 import flowalign
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, redness
+from tests.fixtures.scripts import EVALUATED, PROMPTS, SIZE, open_pipe, redness
 
-settings = SMALL["settings"] | {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
 pipe = open_pipe("model")
-result = flowalign.align(
-    pipe, redness, PROMPTS, eval_prompts=PROMPTS, **SMALL | SIZE | {"settings": settings}
-)
+result = flowalign.align(pipe, redness, PROMPTS, eval_prompts=PROMPTS, **EVALUATED, **SIZE)
 """
 MEMORY = """
 del pipe, result

@@ -5,11 +5,10 @@ import json
 import pytest
 import yaml
 
-import flowalign
 from flowalign.api.result import Result
 from flowalign.runs.model_card import Subject
 from tests.fixtures.matrix import golden
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, open_pipe, open_sd3, redness
+from tests.fixtures.scripts import new_trainer, open_pipe, open_sd3
 
 pytestmark = pytest.mark.slow
 ASKED = {"push_to_hub": True, "hub_model_id": "ann/red", "license": "mit"}
@@ -39,11 +38,6 @@ def api(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: stand_in)
     return stand_in
-
-
-def new_trainer(pipe, folder, **changes):
-    output = {"output_dir": str(folder / "run")}
-    return flowalign.Trainer(pipe, redness, PROMPTS, **SMALL | SIZE | output | changes)
 
 
 def named_pipe(folder):

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 from diffusers import StableDiffusionPipeline
 
-import flowalign
 from flowalign.cli.main import main
 from flowalign.utils.strict_yaml import read_yaml
 from tests.fixtures.doc_pages import ROOT
 from tests.fixtures.matrix import golden
-from tests.fixtures.scripts import PROMPTS, SIZE, SMALL, adapter, open_pipe, redness
+from tests.fixtures.scripts import (
+    EVALUATED,
+    PROMPTS,
+    SIZE,
+    SMALL,
+    adapter,
+    new_trainer,
+    open_pipe,
+    redness,
+)
 from tests.fixtures.tiny_unet import build_sd15
 from tests.fixtures.zygote import python
 
@@ -122,11 +130,7 @@ def test_commands_work_on_a_run_that_a_script_started(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     pipe = open_pipe(folder)
     pipe.register_to_config(_name_or_path=folder)
-    held_out = {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
-    settings = SMALL | {"settings": SMALL["settings"] | held_out}
-    flowalign.align(
-        pipe, {"red": redness}, PROMPTS, eval_prompts=PROMPTS, output_dir="run", **settings, **SIZE
-    )
+    new_trainer(pipe, tmp_path, {"red": redness}, eval_prompts=PROMPTS, **EVALUATED).train()
     entry = read_yaml(Path("run/config.yaml"))["rewards"][0]
     function = "tests.fixtures.scripts.redness"
     assert entry["init_args"] == {"function": function, "name": "red", "images": "pil"}
@@ -140,14 +144,7 @@ def test_commands_work_on_a_run_that_a_script_started(tmp_path, monkeypatch, cap
 def test_a_run_with_objects_of_a_script_says_what_cannot_be_loaded(tmp_path, monkeypatch, capsys):
     pipe = open_pipe(golden(tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
-    flowalign.align(
-        pipe,
-        {"red": lambda images: [1.0] * len(images)},
-        PROMPTS,
-        output_dir="run",
-        **SMALL,
-        **SIZE,
-    )
+    new_trainer(pipe, tmp_path, {"red": lambda images: [1.0] * len(images)}).train()
     assert "# an object of the script" in Path("run/config.yaml").read_text()
     assert run_command("check", "run/config.yaml") != 0
     assert "was an object of the script that started this run" in capsys.readouterr().err

@@ -17,11 +17,13 @@ from flowalign.rewards.checked import RewardError
 from flowalign.training.learner import TrainingFailure
 from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import (
+    EVALUATED,
     PROMPTS,
     SIZE,
     SMALL,
     adapter,
     assert_no_shell,
+    new_trainer,
     open_pipe,
     open_sd3,
     redness,
@@ -42,11 +44,6 @@ def describe(pipe):
             modules = [(m.training, len(m._forward_hooks)) for m in part.modules()]
             found[name] = modules, [getattr(m, "gradient_checkpointing", 0) for m in part.modules()]
     return found
-
-
-def new_trainer(pipe, folder, rewards=redness, **changes):
-    output = {"output_dir": str(folder / "run")}
-    return flowalign.Trainer(pipe, rewards, PROMPTS, **SMALL | SIZE | output | changes)
 
 
 def encode_once(pipe):
@@ -152,10 +149,8 @@ def test_steps_can_be_iterated_and_left(tmp_path):
 
 
 def test_an_evaluation_between_steps_measures_the_current_weights(tmp_path):
-    settings = SMALL["settings"] | {"evaluation.num_steps": 2, "evaluation.num_prompts": 2}
-    trainer = new_trainer(
-        open_sd3(tmp_path), tmp_path, eval_prompts=PROMPTS, settings=settings, learning_rate=0.1
-    )
+    more = EVALUATED | {"eval_prompts": PROMPTS, "learning_rate": 0.1}
+    trainer = new_trainer(open_sd3(tmp_path), tmp_path, **more)
     between = [trainer.evaluate()["eval/redness"] for _ in trainer]
     assert between[0] != between[1]
     assert trainer.evaluate()["eval/redness"] == pytest.approx(between[1])

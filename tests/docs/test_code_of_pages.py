@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
+from flowalign.cli.main import parse
 from flowalign.cli.options import read_settings
 from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.reward_training.reward_run import load_run
@@ -25,7 +26,7 @@ from tests.fixtures.doc_pages import (
     exported_from,
     name_of,
 )
-from tests.fixtures.doc_runs import Desk, understood
+from tests.fixtures.doc_runs import Desk
 
 BASH, PYTHON, YAML = ([*all_blocks(language)] for language in ("bash", "python", "yaml"))
 MARKED = [command for block in BASH if block.needs for command in commands(block)]
@@ -49,7 +50,7 @@ def test_every_block_has_a_language_and_a_known_marker():
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_every_command_is_understood(command):
+def test_every_command_is_parse(command):
     check = {"flowalign": _flowalign, "torchrun": _torchrun}.get(command.words[0], _other)
     check(command)
 
@@ -57,13 +58,13 @@ def test_every_command_is_understood(command):
 def _flowalign(command: Command) -> None:
     words = command.words[1:]
     if words != ["--help"]:
-        assert all((ROOT / file).is_file() for file in _run_files(understood(words)))
+        assert all((ROOT / file).is_file() for file in _run_files(parse(words)))
 
 
 def _torchrun(command: Command) -> None:
     at = command.words.index("flowalign")
     assert command.words[at - 1] == "-m"
-    assert all((ROOT / file).is_file() for file in _run_files(understood(command.words[at + 1 :])))
+    assert all((ROOT / file).is_file() for file in _run_files(parse(command.words[at + 1 :])))
 
 
 def _run_files(args) -> list[str]:
@@ -119,7 +120,7 @@ def test_every_python_block_is_python(block):
 @pytest.mark.parametrize("command", MARKED, ids=str)
 def test_settings_of_a_marked_command_exist(command):
     words = command.words
-    args = understood(words[words.index("flowalign") + 1 :])
+    args = parse(words[words.index("flowalign") + 1 :])
     with suppress_absent_data():
         _load(args)
 

@@ -61,18 +61,20 @@ def test_duration_leaves_out_leading_zeros():
     assert got == ["0:00", "0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
 
 
-def test_a_log_file_gets_a_line_at_most_every_five_seconds_and_the_last_step():
-    """Steps of 2 s finish after 2, 4, ... 20 s: lines at 2, 8, 14, 20."""
+@pytest.mark.parametrize(
+    ("seconds", "num_steps", "stop", "steps"),
+    [
+        (2.0, 10, None, ["1/10", "4/10", "7/10", "10/10"]),  # after 2, 8, 14 and 20 s
+        (0.1, 30, None, ["1/30", "30/30"]),
+        (0.1, 30, 7, ["1/30", "7/30"]),  # interrupted
+    ],
+)
+def test_a_log_file_gets_a_line_at_most_every_five_seconds_and_the_last_step(
+    seconds, num_steps, stop, steps
+):
     screen = terminal(False)
-    run(screen, 2.0, 10)
-    steps = [line.split()[1] for line in printed(screen).splitlines()]
-    assert steps == ["1/10", "4/10", "7/10", "10/10"]
-
-
-def test_a_fast_run_still_prints_its_last_step():
-    screen = terminal(False)
-    run(screen, 0.1, 30)
-    assert [line.split()[1] for line in printed(screen).splitlines()] == ["1/30", "30/30"]
+    run(screen, seconds, num_steps, stop=stop)
+    assert [line.split()[1] for line in printed(screen).splitlines()] == steps
 
 
 def test_the_last_step_is_printed_before_what_follows_it():
@@ -86,12 +88,6 @@ def test_the_last_step_is_printed_before_what_follows_it():
         "step 2/2",
         "evaluating",
     ]
-
-
-def test_an_interrupted_run_prints_the_step_it_reached():
-    screen = terminal(False)
-    run(screen, 0.1, 30, stop=7)
-    assert [line.split()[1] for line in printed(screen).splitlines()] == ["1/30", "7/30"]
 
 
 def test_a_line_is_never_wrapped_in_a_log_file():
