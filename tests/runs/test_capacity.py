@@ -182,7 +182,7 @@ def test_two_gpus_halve_a_step_and_uneven_shares_are_idle_time():
     assert two["idle"].startswith("0%")
     assert three["idle"].startswith("11%"), "16 prompts for 3 processes: 6 instead of 5.33"
     linked = capacity_rows(run, Cluster(count=2, gpu=TINY, measured=COSTS))["  communication"]
-    exchanged = 2 * run.recipe.updates * 4 * run.policy.plan().trainable
+    exchanged = 2 * run.recipe.updates * 4.0 * run.policy.plan().trainable
     assert linked.split()[0] == f"{exchange_seconds(exchanged, TINY, 2):,.3g}"
 
 
