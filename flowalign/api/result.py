@@ -1,6 +1,5 @@
 """Outcome of a training run: the pipeline, its metrics, and ways to save and publish it."""
 
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.export_weights import describe_folder
 from flowalign.runs.model_card import Form, Subject, Trained, check_plots
 from flowalign.utils import hub
+from flowalign.utils.console import is_main
 from flowalign.utils.files import atomic_write
 from flowalign.utils.live_objects import PREFIX
 from pipelines import loaded_pipe
@@ -62,11 +62,6 @@ class Result:
             form = Form(target, "fp32", folder, license)
             describe_folder(partial, self.subject, trained, form)
         return hub.publish(folder, repo_id, private)
-
-
-def is_main() -> bool:
-    """Return whether this process is the first one of its launch, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_publishing(options: Options, run: Run) -> None:

@@ -1,6 +1,5 @@
 """Train a pipeline that a script has loaded, on its reward functions and prompts."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,16 +11,15 @@ from flowalign.api.data import to_columns, write_requests
 from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import name_objects, share_rewards
 from flowalign.api.options import Options, Prompts, advise_in_python, check_names
-from flowalign.api.result import Result, check_publishing, is_main
+from flowalign.api.result import Result, check_publishing
 from flowalign.data.requests import read_located_requests
 from flowalign.runs.config.loading import load_with_origins
 from flowalign.runs.model_card import describe_subject
-from flowalign.runs.planning import plan, shorten_plan
 from flowalign.runs.run_directory import find_latest
 from flowalign.runs.session import Session, start
-from flowalign.runs.train_session import explain_out_of_memory, iterate, measure
+from flowalign.runs.train_session import iterate, measure, planned
 from flowalign.types import Request, RewardModel
-from flowalign.utils.console import get_log, table
+from flowalign.utils.console import get_log
 from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.live_objects import share_objects
 from flowalign.utils.tracking import read_metrics
@@ -93,12 +91,9 @@ class Trainer:
     def __iter__(self) -> Iterator[dict[str, float]]:
         """Run the remaining steps, and yield the metrics of each."""
         log, run = get_log(), self._loaded.run
-        world = int(os.environ.get("WORLD_SIZE", 1))
         with advise_in_python(), ExitStack() as stack:
             stack.enter_context(share_objects(self._inputs))
-            stack.enter_context(explain_out_of_memory(run, world))
-            if is_main():
-                table(f"plan of {run.output_dir}", shorten_plan(plan(run, world)))
+            stack.enter_context(planned(run))
             keep = stack.enter_context(loaded_pipe.borrow(self.pipe))
             resume = self._checkpoint(self.options.get("resume", False))
             settings = name_objects(self._loaded)

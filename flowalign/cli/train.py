@@ -17,7 +17,7 @@ from flowalign.cli.options import (
     whole,
 )
 from flowalign.distributed.launch import RUN_ID, Launch, is_restarted, relaunch, starts_others
-from flowalign.utils.console import get_log, table
+from flowalign.utils.console import get_log, is_main, table
 from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.run_events import notify, notify_failure, record_command
 
@@ -131,27 +131,21 @@ def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
 
 def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
     """Print the plan, train, and print the outcome; store the command in the run directory."""
-    from flowalign.runs.planning import plan, shorten_plan
     from flowalign.runs.run_directory import find_checkpoint, find_latest
     from flowalign.runs.session import start
-    from flowalign.runs.train_session import explain_out_of_memory, train
+    from flowalign.runs.train_session import planned, train
 
-    log, run_file = get_log(), loaded.run
+    log, run_file, main = get_log(), loaded.run, is_main()
     folder = Path(run_file.output_dir)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    is_main = os.environ.get("RANK", "0") == "0"
     with convert_value_errors():
         # Before the plan, which builds modules; one process reads all files of the checkpoint.
-        resume = find_checkpoint(run_file, args.resume, whole=is_main) if args.resume else None
-        rows = plan(run_file, world)
-        if is_main:
-            table(f"plan of {folder}", shorten_plan(rows))
-        notice = notify_failure(run_file.notify, folder, log) if is_main else nullcontext()
-        with explain_out_of_memory(run_file, world), notice:
+        resume = find_checkpoint(run_file, args.resume, whole=main) if args.resume else None
+        notice = notify_failure(run_file.notify, folder, log) if main else nullcontext()
+        with planned(run_file), notice:
             session = start(run_file, loaded.annotate(), log, resume, args.overwrite)
-            with record_command(folder, args.command) if is_main else nullcontext():
+            with record_command(folder, args.command) if main else nullcontext():
                 summary = train(session)
-    if is_main:
+    if main:
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
         about = {name: summary[name] for name in ("steps", "seconds", "before", "after")}
         notify(run_file.notify, summary["status"], folder, about, log)

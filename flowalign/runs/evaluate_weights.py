@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from flowalign.distributed.processes import check_fits, join
+from flowalign.distributed.processes import check_fits
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
 from flowalign.runs.run_directory import find_latest
@@ -51,10 +50,8 @@ def evaluate_weights(
     Raises:
         ConfigError: Models or weights cannot be used.
     """
-    if run.threads:
-        torch.set_num_threads(run.threads)
     with convert_value_errors():
-        processes = join(run.device, run.sharding.context_degree)
+        processes = run.join(run.sharding.context_degree)
         rewards = run.build_rewards(ranks=processes)
         run.load_rewards(rewards)
         run.load_policy(processes)

@@ -28,7 +28,6 @@ from flowalign.data.media.encode import (
     write_picture,
 )
 from flowalign.data.readers.schema import REQUEST_MASK
-from flowalign.distributed.processes import join
 from flowalign.runs.config import Run
 from flowalign.runs.steering import Steering
 from flowalign.sampling.inference import generate
@@ -71,9 +70,7 @@ class SamplingJob:
 
     def load(self) -> None:
         """Load the weights of the model."""
-        if self.run.threads:
-            torch.set_num_threads(self.run.threads)
-        self.run.load_policy(join(self.run.device))
+        self.run.load_policy(self.run.join())
         if self.weights:
             self.run.policy.load_weights(self.weights)
         if self.steering:

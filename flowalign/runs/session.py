@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flowalign.data.requests import Requests, read_requests
-from flowalign.distributed.processes import Processes, join
+from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.runs.planning import settle_kept_blocks
@@ -132,9 +130,7 @@ def start(
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
     check_trackers(run.trackers)
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    processes = join(run.device, run.sharding.context_degree)
+    processes = run.join(run.sharding.context_degree)
     # The first process decides: after a restart, machines may see the run directory differently.
     resume = processes.merge({"resume": resume})["resume"]
     if resume:
@@ -240,10 +236,7 @@ def open_run(run: Run) -> RunParts:
         ValueError: The recipe has no rollouts to measure.
     """
     require_policy_gradient(run.recipe)
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    processes = join(run.device)
-    costs = Costs()
+    processes, costs = run.join(), Costs()
     rewards = run.build_rewards(costs)
     run.load_rewards(rewards)
     run.load_policy(processes, costs)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -25,12 +26,12 @@ from flowalign.runs.checks import (
     watch,
 )
 from flowalign.runs.config import Run
-from flowalign.runs.planning import explain_shortage, memory_parts
+from flowalign.runs.planning import explain_shortage, memory_parts, plan, shorten_plan
 from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.held_out_evaluation import Evaluation, EvaluationResult, evaluate, save_grid
 from flowalign.types import describe_conditioning, prompts_of
-from flowalign.utils.console import Progress
+from flowalign.utils.console import Progress, is_main, table
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import write_text
@@ -46,8 +47,16 @@ def train(session: Session) -> dict[str, Any]:
 
 
 @contextmanager
-def explain_out_of_memory(run: Run, world: int) -> Iterator[None]:
-    """Raise TrainingFailure if a GPU runs out of memory, and name the large part and remedies."""
+def planned(run: Run) -> Iterator[None]:
+    """Print the plan, and explain a GPU that runs out of memory inside the context.
+
+    Raises:
+        TrainingFailure: A GPU ran out of memory; the message names the large part and remedies.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    rows = plan(run, world)
+    if is_main():
+        table(f"plan of {run.output_dir}", shorten_plan(rows))
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -178,9 +178,14 @@ def say(text: "str | Text") -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def is_main() -> bool:
+    """Return whether this process is the first one of its launch, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def get_log() -> Callable[[str], None]:
     """Return a function that prints a line on the main process, and does nothing on other ranks."""
-    return say if os.environ.get("RANK", "0") == "0" else lambda _: None
+    return say if is_main() else lambda _: None
 
 
 def table(title: str, rows: Mapping[str, str], *, console: "Console | None" = None) -> None:

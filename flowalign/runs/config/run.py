@@ -13,7 +13,7 @@ import torch
 
 from flowalign.data.compatibility import check_requests
 from flowalign.data.requests import read_located_requests, read_requests
-from flowalign.distributed.processes import Processes
+from flowalign.distributed.processes import Processes, join
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
 from flowalign.runs.policy_setup import check_device, encode_prompts, load_policy
@@ -199,6 +199,12 @@ class Run:
             micro_batch=rows,
             grid=self.samples.num_prompts,
         )
+
+    def join(self, context_degree: int = 1) -> Processes:
+        """Set the CPU threads, and return the processes that compute together."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        return join(self.device, context_degree)
 
     def load_policy(self, processes: Processes, costs: Costs | None = None) -> None:
         """Load the weights of the policy with the setup of this run.
