@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole(*SEED), help="seed of the initial noises (default: the card's)")
 
 
+@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
     from flowalign.runs.config import load
@@ -97,7 +98,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("several --weights need --benchmark NAME")
 
 
-@convert_value_errors()
 def _run_benchmark(args: argparse.Namespace) -> int:
     """Make and score the images of this shard; without a shard, also write the results."""
     from rich.console import Console

@@ -13,28 +13,26 @@ from flowalign.runs.run_directory import find_latest
 from flowalign.training import checkpoint
 from flowalign.training.divergence import list_encoders, measure_distance
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
-from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.errors import convert_value_errors
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ConfigError if a folder is no checkpoint, before the model is loaded."""
-    with convert_value_errors():
-        checkpoint.require_weights(folder)
+    """Raise ValueError if a folder is no checkpoint, before the model is loaded."""
+    checkpoint.require_weights(folder)
     if newest := find_latest(folder):
-        raise ConfigError(f"--weights {folder} is a run directory; its newest weights: {newest}")
+        raise ValueError(f"--weights {folder} is a run directory; its newest weights: {newest}")
     if not any(path.is_file() for path in folder.rglob("*")):
-        raise ConfigError(f"--weights {folder} is a folder without files")
+        raise ValueError(f"--weights {folder} is a folder without files")
     with convert_value_errors("--weights: "):
         checkpoint.check_weights(folder)
 
 
-@convert_value_errors()
 def check_processes(run: Run, prompts: int, processes: int) -> None:
-    """Raise ConfigError if there are too few cores, GPUs or prompts for the processes."""
+    """Raise ValueError if there are too few cores, GPUs or prompts for the processes."""
     check_fits(processes, run.device)
     check_world(run.sharding, processes)
     if prompts < run.sharding.groups(processes):
-        raise ConfigError(
+        raise ValueError(
             f"--processes is {processes}, but evaluation has {prompts} samples; "
             f"give at most {prompts * run.sharding.context_degree}"
         )
@@ -48,21 +46,19 @@ def evaluate_weights(
     `distance` adds the distances to samples without the weights.
 
     Raises:
-        ConfigError: Models or weights cannot be used.
+        ValueError: Models or weights cannot be used.
     """
-    with convert_value_errors():
-        processes = run.join(run.sharding.context_degree)
-        rewards = run.build_rewards(ranks=processes)
-        run.load_rewards(rewards)
-        run.load_policy(processes)
+    processes = run.join(run.sharding.context_degree)
+    rewards = run.build_rewards(ranks=processes)
+    run.load_rewards(rewards)
+    run.load_policy(processes)
     sampled = cfg, processes, run.conditioning
     base: Mapping[str, Tensor] = {}
     if distance:
         encoders = replace(rewards, models=list_encoders(rewards.models), weight_of={})
         base = evaluate(run.policy, encoders, *sampled).features
     if weights:
-        with convert_value_errors():
-            run.policy.load_weights(weights)
+        run.policy.load_weights(weights)
     result = evaluate(run.policy, rewards, *sampled)
     requests = [request for _, request in cfg.items()]
     metrics = {**result.metrics, **measure_distance(base, result.features, requests)}
