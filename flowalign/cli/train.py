@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_executor(parser)
 
 
+@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
     from flowalign.cli import main as command_line
@@ -81,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.executor == "ray" and "RANK" not in os.environ:
         _check_start(loaded, args)
         launch = RayLaunch(args.processes, args.restarts, args.address, loaded.run.device)
-        with convert_value_errors():
-            return run_on_ray(launch, command_line.main, args.words)
+        return run_on_ray(launch, command_line.main, args.words)
     if starts_others(args.processes, launched=args.restarts > 0 or args.nodes > 1):
         _check_start(loaded, args)
         launch = Launch(args.processes, args.restarts, args.nodes, args.rendezvous)
@@ -112,7 +112,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(f"--address {args.address} needs --executor ray")
 
 
-@convert_value_errors()
 def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:
     """Check everything that needs no weights, before several processes start."""
     from flowalign.distributed.processes import check_fits
@@ -137,14 +136,13 @@ def execute(loaded: "LoadedRun", args: argparse.Namespace) -> int:
 
     log, run_file, main = get_log(), loaded.run, is_main()
     folder = Path(run_file.output_dir)
-    with convert_value_errors():
-        # Before the plan, which builds modules; one process reads all files of the checkpoint.
-        resume = find_checkpoint(run_file, args.resume, whole=main) if args.resume else None
-        notice = notify_failure(run_file.notify, folder, log) if main else nullcontext()
-        with planned(run_file), notice:
-            session = start(run_file, loaded.annotate(), log, resume, args.overwrite)
-            with record_command(folder, args.command) if main else nullcontext():
-                summary = train(session)
+    # Before the plan, which builds modules; one process reads all files of the checkpoint.
+    resume = find_checkpoint(run_file, args.resume, whole=main) if args.resume else None
+    notice = notify_failure(run_file.notify, folder, log) if main else nullcontext()
+    with planned(run_file), notice:
+        session = start(run_file, loaded.annotate(), log, resume, args.overwrite)
+        with record_command(folder, args.command) if main else nullcontext():
+            summary = train(session)
     if main:
         table(f"{summary['status']} after {summary['steps']} steps", _format_outcome(summary))
         about = {name: summary[name] for name in ("steps", "seconds", "before", "after")}
