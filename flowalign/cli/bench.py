@@ -6,7 +6,6 @@ from pathlib import Path
 
 from flowalign.cli.options import add_config, read_settings, whole
 from flowalign.utils.console import table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import atomic_write
 
 HELP = "Time the stages of a step against the bare network evaluations."
@@ -19,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the times as a table and as a line of JSON, and return 0."""
     from flowalign.runs.bench import measure

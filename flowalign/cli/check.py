@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_config, add_processes, number, read_settings, whole
 from flowalign.utils.console import table
-from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
     from flowalign.runs.capacity import Cluster
@@ -45,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
-    """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
+    """Print the plan or the settings, and return 0; raise ValueError for an unusable run file."""
     from flowalign.runs.capacity import capacity_rows
     from flowalign.runs.config import load_with_origins
     from flowalign.runs.planning import plan, shorten_plan

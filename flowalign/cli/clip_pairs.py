@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_columns, add_config_file, shard
 from flowalign.utils.console import Progress, say, table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path, make_folder, record_settings
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if too many videos are unusable or no pair was made."""
     from flowalign.data.readers import parse_columns

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from flowalign.cli.options import SEED, whole
 from flowalign.utils.console import get_log, table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_folder_path
 
 HELP = "Train several run files with several seeds, and compare."
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the page and return 0; a repeated command continues."""
     from flowalign.studies.compare import ComparisonRequest, compare

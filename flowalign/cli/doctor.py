@@ -6,7 +6,6 @@ from typing import Any
 
 from flowalign.cli.options import whole
 from flowalign.utils.console import table
-from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.machine import gpu_bytes, machine, versions
 
 HELP = "Print versions, devices and missing extras, or test a pipeline for training."
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table of versions and devices, or of a pipeline, and return 0."""
     from flowalign.runs.run_files import describe_models
@@ -53,5 +51,5 @@ def _parse_arguments(words: list[str]) -> dict[str, Any]:
 
     pairs = [word.partition("=") for word in words]
     if wrong := [name for name, equals, _ in pairs if not equals]:
-        raise ConfigError(f"--argument {wrong[0]} has no value; give NAME=VALUE")
+        raise ValueError(f"--argument {wrong[0]} has no value; give NAME=VALUE")
     return {name: yaml.safe_load(value) for name, _, value in pairs}

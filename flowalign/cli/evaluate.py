@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flowalign.cli.options import SEED, add_config, add_processes, read_settings, shard, whole
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import table
-from flowalign.utils.errors import ConfigError, TrainingFailure, convert_value_errors
+from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import to_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole(*SEED), help="seed of the initial noises (default: the card's)")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Evaluate on a benchmark, or print the metrics as a table and as JSON; return 0."""
     from flowalign.runs.config import load
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     weights = args.weights[0] if args.weights else None
     run_file, _ = load(*read_settings(args))
     if run_file.evaluation is None:
-        raise ConfigError(
+        raise ValueError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
     cfg = replace(run_file.evaluation, watch=None)  # only training compares evaluations
@@ -88,14 +87,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options that only benchmarks have."""
+    """Raise ValueError for options that only benchmarks have."""
     given = [f"--{name}" for name in _BENCHMARK if getattr(args, name) is not None]
     if given:
-        raise ConfigError(f"{', '.join(given)} needs --benchmark NAME")
+        raise ValueError(f"{', '.join(given)} needs --benchmark NAME")
     if args.distance and not args.weights:
-        raise ConfigError("--distance needs --weights CHECKPOINT, the weights to compare")
+        raise ValueError("--distance needs --weights CHECKPOINT, the weights to compare")
     if len(args.weights or ()) > 1:
-        raise ConfigError("several --weights need --benchmark NAME")
+        raise ValueError("several --weights need --benchmark NAME")
 
 
 def _run_benchmark(args: argparse.Namespace) -> int:

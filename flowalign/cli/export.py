@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from flowalign.utils.console import get_log, table
-from flowalign.utils.errors import ConfigError, convert_value_errors
 
 HELP = "Export trained weights for diffusers, PEFT or ComfyUI, or merged; publish them on the hub."
 
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--license", help="licence of the weights, by its hub id; required to publish")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the folder, publish it if asked to, and return 0."""
     from flowalign.runs.export_weights import export, find_trained, prepare
@@ -49,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
     log, source = get_log(), Path(args.source)
     if args.dry_run and not args.push_to_hub:
-        raise ConfigError("--dry-run needs --push-to-hub OWNER/NAME")
+        raise ValueError("--dry-run needs --push-to-hub OWNER/NAME")
     if args.push_to_hub:
         if not args.license:
-            raise ConfigError(
+            raise ValueError(
                 "--push-to-hub needs --license: the licence of the base model binds the trained "
                 "weights"
             )

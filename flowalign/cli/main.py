@@ -15,7 +15,7 @@ from importlib import import_module
 from flowalign import __version__
 from flowalign.cli.options import Parser
 from flowalign.distributed.launch import leave_crashes, leave_failure, leave_stop, report_restart
-from flowalign.utils.errors import ConfigError, RunFailure
+from flowalign.utils.errors import RunFailure
 from flowalign.utils.interrupts import end_with_parent, exit_code, sigterm_stops
 from flowalign.utils.run_events import hide_in_command
 
@@ -120,7 +120,7 @@ def run_verb(args: argparse.Namespace) -> int:
     try:
         with sigterm_stops():
             return args.run(args)
-    except ConfigError as error:
+    except ValueError as error:  # of the user, by the rules of this package
         return complain(str(error), 2)
     except RunFailure as error:
         return complain(str(error), 1)

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import NoReturn
 
-from flowalign.utils.errors import ConfigError
-
 _LONGEST = 40
 SEED = 0, 2**63 - 1
 """Range of seeds; PyTorch stores them as signed 64-bit integers."""
@@ -93,7 +91,7 @@ def read_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the run files and the overrides; `a.b=c` among the files is an override."""
     files = [word for word in args.config if "=" not in word or os.path.isfile(word)]
     if not files:
-        raise ConfigError(f"name a run file; there are only settings: {' '.join(args.config)}")
+        raise ValueError(f"name a run file; there are only settings: {' '.join(args.config)}")
     return files, [*(word for word in args.config if word not in files), *args.overrides]
 
 

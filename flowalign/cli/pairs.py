@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign.cli.options import SEED, whole
 from flowalign.utils.console import table as print_table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_rows, write_text
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if the table gives none."""
     from flowalign.curation.pairing_job import check_folder, find_pairs

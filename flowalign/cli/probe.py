@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from flowalign.cli.options import add_config, add_processes, read_settings, whole
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import get_log, table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_file_path, check_folder_path
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="folder for a page and all results as JSON")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print a table for each setting and their comparison, and return 0."""
     from flowalign.studies.probe import figures

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.utils.console import get_log
-from flowalign.utils.errors import convert_value_errors
 
 if TYPE_CHECKING:
     from flowalign.runs.run_files import ShippedRun
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="path for a copy of the run file")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Print the table of run files, or copy one, and return 0."""
     from flowalign.runs.run_files import copy_recipe, find_recipe, search_recipes

@@ -10,7 +10,6 @@ from typing import Any
 
 from flowalign.cli.options import SEED, add_columns, add_config_file, number, whole
 from flowalign.utils.console import table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import write_json, write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
 from flowalign.utils.interrupts import tie_to_parent
@@ -99,7 +98,6 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole(*SEED), default=0, help="seed of the held-out share (default: 0)")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action, and return its exit code."""
     return {"train": run_train, "eval": run_eval, "fit": run_fit}[args.action](args)

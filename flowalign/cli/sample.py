@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign.cli.options import SEED, add_config, number, read_settings, whole
 from flowalign.utils.console import say
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.folders import check_file_path, check_folder_path
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ def _add_reward_sds(add: Callable[..., object]) -> None:
     add("--latent_rate", type=number(0.0), help="learning rate of the latents (default: 0.01)")
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the grid or the folder, and return 0."""
     from flowalign.runs.sampling_job import is_file_name, write_as_grid, write_folder

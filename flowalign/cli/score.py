@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from flowalign.cli.options import add_columns, add_executor, shard, whole
 from flowalign.utils.console import say, table
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import digest_file
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.imports import import_optional
@@ -79,7 +78,6 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
     add_executor(parser)
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Score; return 0, or 1 if too many rows failed, possibly with a complete table."""
     from flowalign.curation.scoring import scoring_job as scoring

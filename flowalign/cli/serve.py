@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from flowalign.cli.options import number, whole
 from flowalign.utils.console import say
-from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.hosts import is_loopback
 from flowalign.utils.imports import import_optional
 
@@ -65,7 +64,6 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     )
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted, and return 0."""
     from flowalign.rewards.batching import Limits
@@ -94,10 +92,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_token(args: argparse.Namespace) -> str | None:
-    """Return the token that clients must send; raise ConfigError if a public server has none."""
+    """Return the token that clients must send; raise ValueError if a public server has none."""
     token = os.environ.get(args.token_env)
     if not token and not is_loopback(args.host):
-        raise ConfigError(
+        raise ValueError(
             f"--host {args.host} can be reached from other machines, so clients need a token:\n"
             f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
         )

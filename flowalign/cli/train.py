@@ -18,7 +18,6 @@ from flowalign.cli.options import (
 )
 from flowalign.distributed.launch import RUN_ID, Launch, is_restarted, relaunch, starts_others
 from flowalign.utils.console import get_log, is_main, table
-from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.run_events import notify, notify_failure, record_command
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_executor(parser)
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, and 130 or 143 for a stopped run that can continue."""
     from flowalign.cli import main as command_line
@@ -93,23 +91,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options that exclude or need each other."""
+    """Raise ValueError for options that exclude or need each other."""
     if args.resume and args.overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other")
+        raise ValueError("--resume and --overwrite exclude each other")
     if args.restarts and (args.overwrite or args.resume not in (None, "latest")):
-        raise ConfigError(
+        raise ValueError(
             "--restarts continues from the newest checkpoint of the run directory, so it excludes "
             "--overwrite and --resume CHECKPOINT;\ndelete the directory, or choose another one"
         )
     if (args.nodes > 1) != bool(args.rendezvous):
-        raise ConfigError(
+        raise ValueError(
             f"--nodes is {args.nodes} and --rendezvous is {args.rendezvous or 'not given'}: "
             "several machines need both, one machine needs none"
         )
     if args.executor == "ray" and args.nodes > 1:
-        raise ConfigError("--nodes and --executor ray exclude each other: Ray knows its machines")
+        raise ValueError("--nodes and --executor ray exclude each other: Ray knows its machines")
     if args.executor != "ray" and args.address:
-        raise ConfigError(f"--address {args.address} needs --executor ray")
+        raise ValueError(f"--address {args.address} needs --executor ray")
 
 
 def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:

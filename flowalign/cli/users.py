@@ -5,7 +5,6 @@ from pathlib import Path
 
 from flowalign.cli.options import add_config_file
 from flowalign.utils.console import say
-from flowalign.utils.errors import convert_value_errors
 from flowalign.utils.files import atomic_write
 
 HELP = "Embed users from a few of their choices, for user-conditioned policies (PPD)."
@@ -16,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_file(parser)
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
     """Write the embeddings, and return 0."""
     from safetensors.torch import save_file

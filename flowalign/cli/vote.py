@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from flowalign.cli.options import add_columns, number, whole
 from flowalign.cli.serve import add_address, format_entries, format_url, read_token
 from flowalign.utils.console import get_log, say
-from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.folders import Claim
 from flowalign.utils.hosts import is_loopback
 from flowalign.utils.imports import import_optional
@@ -61,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_address(parser, 8413)
 
 
-@convert_value_errors()
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted, and return 0; raise ConfigError for unusable samples or address."""
+    """Serve until interrupted, and return 0; raise ValueError for unusable samples or address."""
     from flowalign.curation.votes.poll import Poll, PollSettings
     from flowalign.curation.votes.questions import VOTES, VoteTable
     from flowalign.curation.votes.vote_reward import VoteReward
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     source, token = Path(args.samples), read_token(args)
     import_optional("fastapi", "serve")
     if not args.online and not source.exists():
-        raise ConfigError(f"{source} does not exist; --online waits for samples of a training run")
+        raise ValueError(f"{source} does not exist; --online waits for samples of a training run")
     settings = PollSettings(
         kind=args.ask,
         dimensions=args.dimensions,

@@ -15,7 +15,6 @@ from flowalign.cli import score as score_command
 from flowalign.cli.main import parse
 from flowalign.curation.scoring import scoring_job as scoring
 from flowalign.curation.scoring.scores_page import average_prompts
-from flowalign.utils.errors import ConfigError
 from flowalign.utils.subprocesses import shard_jobs
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 from tests.fixtures.commands import exit_code
@@ -148,13 +147,13 @@ def test_other_settings_are_refused_by_name_before_anything_is_loaded(tmp_path, 
     assert score(data, "--rewards", REWARD, "--out", out) == 0
     with monkeypatch.context() as patch:
         patch.setattr("tests.fixtures.scoring_rewards.Brightness.load", pytest.fail)
-        with pytest.raises(ConfigError, match="limit differ;\nlimit was 'None', now '3'"):
+        with pytest.raises(ValueError, match="limit differ;\nlimit was 'None', now '3'"):
             score(data, "--rewards", REWARD, "--out", out, "--limit", 3)
-        with pytest.raises(ConfigError, match="rewards differ"):
+        with pytest.raises(ValueError, match="rewards differ"):
             score(data, "--rewards", "tests.fixtures.scoring_rewards.Still", "--out", out)
     with Path(data).open("a") as file:
         file.write('{"prompt": "more", "image": "0.png"}\n')
-    with pytest.raises(ConfigError, match="identity differ"):
+    with pytest.raises(ValueError, match="identity differ"):
         score(data, "--rewards", REWARD, "--out", out)
 
 
@@ -176,7 +175,7 @@ def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_cap
     found = rows(tmp_path / "out", kind)
     assert [row["prompt"] for row in found] == ["a red cat", "a tan dog", "a red cat"]
     picture(tmp_path / "3.png", 3)
-    with pytest.raises(ConfigError, match="identity differ"):
+    with pytest.raises(ValueError, match="identity differ"):
         score(*command)
 
 
@@ -191,7 +190,7 @@ def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_cap
 )
 def test_wrong_options_are_refused(tmp_path, option, value, message):
     data = dataset(tmp_path, 1)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         score(data, "--rewards", REWARD, "--out", tmp_path / "out", option, value)
     assert not (tmp_path / "out").exists()
 
@@ -302,5 +301,5 @@ class Constant(RewardModel):
     command = (dataset(tmp_path, 2), "--rewards", "constant_reward.py:Constant", "--out", "out")
     assert score(*command) == score(*command) == 0
     file.write_text(code.replace("0.5", "0.75"))
-    with pytest.raises(ConfigError, match="made with other settings: code differ"):
+    with pytest.raises(ValueError, match="made with other settings: code differ"):
         score(*command)

@@ -28,7 +28,6 @@ from flowalign.data.media.media import Media
 from flowalign.rewards.batching import Limits
 from flowalign.rewards.reward_server import Service
 from flowalign.types import MediaBatch
-from flowalign.utils.errors import ConfigError
 from flowalign.utils.tracking import read_metrics
 from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser
@@ -183,7 +182,7 @@ def test_a_public_server_needs_its_token(tmp_path, monkeypatch):
         assert served.ask("/next?annotator=a&key=secret")[0] == 200
         assert served.ask("/spec", Authorization="Bearer secret")[0] == 200
     monkeypatch.delenv("FLOWALIGN_REWARD_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="clients need a token"):
+    with pytest.raises(ValueError, match="clients need a token"):
         run_verb_of(["vote", str(tmp_path), "--host", "0.0.0.0"])
 
 
@@ -276,19 +275,19 @@ def test_ratings_are_averaged_over_annotators(tmp_path):
 
 
 def test_samples_and_settings_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist; --online"):
+    with pytest.raises(ValueError, match="does not exist; --online"):
         run_verb_of(["vote", str(tmp_path / "none")])
     Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
-    with pytest.raises(ConfigError, match="gives no question: 1 no other sample"):
+    with pytest.raises(ValueError, match="gives no question: 1 no other sample"):
         run_verb_of(["vote", str(tmp_path)])
-    with pytest.raises(ConfigError, match="takes one dimension"):
+    with pytest.raises(ValueError, match="takes one dimension"):
         run_verb_of(["vote", str(tmp_path), "--dimensions", "a", "b"])
     out = tmp_path / "out"
     out.mkdir()
     row = {"id": "q/a", "question": "q", "user_id": "a", "ratings": {}, "repeat": False}
     row |= {"prompt": "p", "images": []}
     (out / "votes.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ConfigError, match="other votes than ranks"):
+    with pytest.raises(ValueError, match="other votes than ranks"):
         run_verb_of(["vote", str(tmp_path), "--out", str(out)])
 
 
