@@ -1,12 +1,10 @@
 """Properties of FLUX.1: packed tokens, a size-dependent schedule, guidance as an input."""
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from flowalign.training.reference import unguided
 from pipelines.families.flux1 import LORA, Flux1
@@ -19,6 +17,7 @@ from tests.fixtures.families import (
     pack,
     requests_for,
 )
+from tests.fixtures.golden import Recorded, recorded_velocities
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_fixture, sizes
 from tests.fixtures.tiny_flux import build_flux
@@ -44,23 +43,6 @@ def schnell(tmp_path_factory) -> str:
     return build_flux(tmp_path_factory.mktemp("schnell"), guidance_embeds=False)
 
 
-class Recorded(nn.Module):
-    """Network that returns recorded velocities and stores its inputs."""
-
-    def __init__(self, recorded, run):
-        super().__init__()
-        sigmas, self.asked = recorded[f"{run}.sigmas"], []
-        states = [recorded[f"{run}.net_in0"], *recorded[f"{run}.step_latents"]]
-        self.answers = [
-            (b - a) / (sigmas[k + 1] - sigmas[k]) for k, (a, b) in enumerate(pairwise(states))
-        ]
-        self.answers[0], self.answers[-1] = (recorded[f"{run}.net_out{n}"] for n in ("0", "_last"))
-
-    def forward(self, return_dict, **asked):
-        self.asked.append(asked)
-        return (self.answers[len(self.asked) - 1],)
-
-
 @pytest.mark.parametrize("run", ["embedded", "embedded1"])
 def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, run):
     """The recorded weights are too large to keep: their recorded answers stand in for them."""
@@ -74,7 +56,9 @@ def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, ru
         policy.schedule(about["steps"]),
     )
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
-    network = policy.denoiser = Recorded(recorded, run)
+    answers = recorded_velocities(recorded, run, recorded[f"{run}.net_in0"])
+    answers[0], answers[-1] = (recorded[f"{run}.net_out{n}"] for n in ("0", "_last"))
+    network = policy.denoiser = Recorded(answers)
     for k in range(about["steps"]):
         x = x + (sigmas[k + 1] - sigmas[k]) * policy.velocity(x, sigmas[k], cond)
     assert len(network.asked) == about["runs"][run]["calls"]

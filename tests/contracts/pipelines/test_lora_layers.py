@@ -8,11 +8,10 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.training.reference import EMA, TrainedWeights
-from flowalign.types import Request
 from flowalign.utils.adapters import adapters_off
 from pipelines.network.lora_layers import restore_adapters, skip_input_casts
 from pipelines.network.weights import Lora
-from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.embedded import inputs, move, new_sd3
 
 VIEWS = "view", "t", "transpose", "permute", "expand", "unsqueeze", "slice", "split", "chunk"
 VIEWS += "select", "alias", "detach", "_unsafe_view", "empty", "empty_strided", "unbind"
@@ -35,12 +34,6 @@ def count(policy, given) -> int:
     with Operations() as seen:
         policy.velocity(*given)
     return seen.counts.total()
-
-
-def inputs(policy):
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond = policy.encode([Request("a"), Request("two red balls")])
-    return x, torch.tensor([0.9, 0.3]), cond
 
 
 def new(precision="bf16", alpha=8, **changes):

@@ -11,9 +11,9 @@ from peft.tuners.lora import LoraLayer
 
 from flowalign.runs import run_memory
 from flowalign.runs.config import load
-from flowalign.types import ModelPlan, Request, Setup
+from flowalign.types import ModelPlan, Setup
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.embedded import inputs, move, new_sd3
 
 SHAPES = "configs/shapes.yaml"
 RECOMPUTED = ["policy.gradient_checkpointing=true", "device=cuda"]
@@ -38,9 +38,7 @@ def test_what_cannot_be_offloaded_is_refused_before_weights_are_read(settings, w
 
 def gradients(policy):
     move(policy)
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond = policy.encode([Request("a"), Request("two red squares")])
-    v = policy.velocity(x, torch.tensor([0.9, 0.3]), cond)
+    v = policy.velocity(*inputs(policy))
     (v**2).mean().backward()
     trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
     return v.detach(), torch.cat([p.grad.flatten() for p in trained])

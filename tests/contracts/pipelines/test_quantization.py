@@ -18,7 +18,7 @@ from pipelines.any_pipeline.any_flow import AnyFlow, Call
 from pipelines.families.ltx import LTX
 from pipelines.network.quantization import recast_bytes, stored_bytes
 from pipelines.video import Video
-from tests.fixtures.embedded import FOLDER, move, new_sd3
+from tests.fixtures.embedded import FOLDER, inputs, move, new_sd3
 from tests.fixtures.nf4 import allow_on_cpu
 from tests.fixtures.stopped_runs import SMALL
 
@@ -39,9 +39,7 @@ def stored(monkeypatch):
 
 
 def velocity(policy):
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond = policy.encode([Request("a"), Request("two red squares")])
-    return policy.velocity(x, torch.tensor([0.9, 0.3]), cond)
+    return policy.velocity(*inputs(policy))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +108,6 @@ def test_a_stored_network_computes_nearly_the_same_and_is_trained(stored, kind):
     trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
     assert all(p.grad.abs().sum() > 0 for p in trained[:4])
-
-
-def inputs(policy):
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond = policy.encode([Request("a"), Request("two red squares")])
-    return x, torch.tensor([0.9, 0.3]), cond
 
 
 @pytest.mark.slow

@@ -5,9 +5,8 @@ import torch
 
 from flowalign import runs
 from flowalign.runs.config import load
-from flowalign.types import Request
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.embedded import inputs, move, new_sd3
 
 NFT = "configs/shapes_nft.yaml"
 
@@ -34,12 +33,11 @@ def test_a_policy_that_is_not_in_fp32_refuses_it():
 def test_velocities_are_rounded_inside_the_context_alone():
     policy = new_sd3()
     move(policy)
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond, sigma = policy.encode([Request("a"), Request("b")]), torch.tensor([0.9, 0.3])
-    before = policy.velocity(x, sigma, cond)
+    given = inputs(policy)
+    before = policy.velocity(*given)
     with policy.network.reduce_precision("bf16"):
-        rounded = policy.velocity(x, sigma, cond)
-    assert torch.equal(policy.velocity(x, sigma, cond), before)
+        rounded = policy.velocity(*given)
+    assert torch.equal(policy.velocity(*given), before)
     assert 1e-4 < (rounded - before).norm() / before.norm() < 0.05
     assert rounded.dtype == torch.float32
 

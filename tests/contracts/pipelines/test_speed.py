@@ -16,7 +16,7 @@ from diffusers.models import attention_dispatch
 from flowalign import runs
 from flowalign.runs.config import load
 from flowalign.runs.policy_setup import load_policy
-from flowalign.types import Request, Setup, Speed
+from flowalign.types import Setup, Speed
 from flowalign.utils.adapters import adapters_off
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
@@ -32,7 +32,7 @@ from pipelines.network.speed import (
     speed_up,
 )
 from pipelines.network.weights import Lora, prepare_training
-from tests.fixtures.embedded import FOLDER, move, new_sd3
+from tests.fixtures.embedded import FOLDER, inputs, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_families import TINY
 from tests.fixtures.tiny_flux import build_flux, new_flux1
@@ -48,9 +48,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def velocity(policy):
-    x = policy.noise(2, torch.Generator().manual_seed(1))
-    cond = policy.encode([Request("a"), Request("two red balls")])
-    return policy.velocity(x, torch.tensor([0.9, 0.3]), cond)
+    return policy.velocity(*inputs(policy))
 
 
 @pytest.mark.parametrize(

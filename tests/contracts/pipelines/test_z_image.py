@@ -1,17 +1,16 @@
 """Z-Image satisfies the contract of policies; its time runs from noise, its texts are ragged."""
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from flowalign.sampling.stepping import last_layers
 from flowalign.types import plain_requests
 from pipelines.families.z_image import ZImage
 from tests.fixtures.families import GOLDEN, assert_unseen
+from tests.fixtures.golden import Recorded, recorded_velocities
 from tests.fixtures.image_families import official_z_image
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_families import family_fixture, sizes
@@ -37,26 +36,6 @@ class TestZImage(PictureContract):
     test_credit_observes_features_that_know_state_and_prompt = None
 
 
-class Recorded(nn.Module):
-    """Network that returns recorded velocities, equal with guidance, and stores its inputs."""
-
-    def __init__(self, recorded, run, rows):
-        super().__init__()
-        sigmas, self.asked = recorded[f"{run}.sigmas"], []
-        states = [recorded[f"{run}.net_in0"][:2, :, 0], *recorded[f"{run}.step_latents"]]
-        velocities = [(b - a) / (sigmas[k + 1] - sigmas[k]) for k, (a, b) in pairs(states)]
-        self.answers = [-v.repeat(rows // 2, 1, 1, 1)[:, :, None] for v in velocities]
-        self.answers[0], self.answers[-1] = (recorded[f"{run}.net_out{n}"] for n in ("0", "_last"))
-
-    def forward(self, return_dict, **asked):
-        self.asked.append(asked)
-        return (list(self.answers[len(self.asked) - 1]),)
-
-
-def pairs(states):
-    return enumerate(pairwise(states))
-
-
 @pytest.mark.parametrize(("run", "guidance", "rows"), [("cfg", 6.0, 4), ("nocfg", 1.0, 2)])
 def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, run, guidance, rows):
     """The pipeline's scale of 5 is 6 here. Recorded answers stand in for the recorded weights."""
@@ -69,7 +48,11 @@ def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, ru
     cond = policy.encode(plain_requests(family.prompts))
     sigmas = policy.schedule(about["steps"])
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
-    network = policy.denoiser = Recorded(recorded, run, rows)
+    first = recorded[f"{run}.net_in0"][:2, :, 0]
+    velocities = recorded_velocities(recorded, run, first)  # equal with guidance
+    answers = [-v.repeat(rows // 2, 1, 1, 1)[:, :, None] for v in velocities]
+    answers[0], answers[-1] = (recorded[f"{run}.net_out{n}"] for n in ("0", "_last"))
+    network = policy.denoiser = Recorded([list(answer) for answer in answers])
     for k in range(about["steps"]):
         x = x + (sigmas[k + 1] - sigmas[k]) * policy.velocity(x, sigmas[k], cond)
     assert len(network.asked) == about["runs"][run]["calls"]
