@@ -51,10 +51,8 @@ def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(family, ru
     guidance = about["runs"][run]["guidance_tensor"]
     policy = family.new(**about["call_arguments"], embedded_guidance=guidance)
     x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
-    cond, sigmas = (
-        policy.encode(requests_for(policy, about["prompts"])),
-        policy.schedule(about["steps"]),
-    )
+    cond = policy.encode(requests_for(policy, about["prompts"]))
+    sigmas = policy.schedule(about["steps"])
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
     answers = recorded_velocities(recorded, run, recorded[f"{run}.net_in0"])
     answers[0], answers[-1] = (recorded[f"{run}.net_out{n}"] for n in ("0", "_last"))

@@ -89,10 +89,8 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
     policy.load(torch.device("cpu"))
     x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
     assert torch.equal(x.flatten(2).mT, recorded[f"{run}.net_in0"][:2])
-    sigmas, cond = (
-        policy.schedule(about["steps"]),
-        dict(policy.encode(requests_for(policy, about["prompts"]))),
-    )
+    sigmas = policy.schedule(about["steps"])
+    cond = policy.encode(requests_for(policy, about["prompts"]))
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
     if run == "cfg":
         other = policy.encode(requests_for(policy, [arguments["negative_prompt"]] * 2))

@@ -43,10 +43,8 @@ class TestSana(PictureContract):
 
 
 def test_reference_and_peft_are_equal_but_for_the_order_of_products(family, tmp_path):
-    policy, base = (
-        family.new(lora=Lora(rank=3, alpha=6, target_modules=ATTENTION)),
-        family.new(lora=None),
-    )
+    lora = Lora(rank=3, alpha=6, target_modules=ATTENTION)
+    policy, base = (family.new(lora=one) for one in (lora, None))
     cond, x, sigma = policy.encode(plain_requests(PROMPTS)), noise(policy), torch.tensor(0.4)
     reference = reference_for(policy)
     expected = base.velocity(x, sigma, cond).detach()

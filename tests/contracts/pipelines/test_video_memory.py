@@ -155,10 +155,7 @@ def test_offloaded_encoders_are_brought_to_encode_and_taken_back_even_after_an_e
         part = policy.pipe.components[name]
         to = part.to
         part.to = lambda d, name=name, to=to: moves.append((name, str(d))) or to(d)
-    cond, expected = (
-        policy.encode(requests_for(policy, PROMPTS)),
-        plain.encode(requests_for(plain, PROMPTS)),
-    )
+    cond, expected = (p.encode(requests_for(p, PROMPTS)) for p in (policy, plain))
     assert all(torch.equal(cond[name], expected[name]) for name in expected)
     there, back = moves[:2], moves[2:4]
     assert {name for name, _ in there} == {name for name, _ in back} != set()

@@ -192,10 +192,8 @@ def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(family, tmp
     move(policy)
     policy.save_weights(str(tmp_path))
     x, sigma = noise(policy), torch.tensor([0.95, 0.5])
-    cond, pipe = (
-        policy.encode(requests_for(policy, PROMPTS)),
-        WanPipeline.from_pretrained(family.path),
-    )
+    cond = policy.encode(requests_for(policy, PROMPTS))
+    pipe = WanPipeline.from_pretrained(family.path)
     loaded: list[Any] = [pipe.transformer, pipe.transformer_2]
     parts_of = [tmp_path, tmp_path / "transformer_2"]
     if reader == "peft":
