@@ -64,19 +64,19 @@ def find_policy(pipe: Any) -> type[DiffusersPolicy]:
     """
     kind = type(pipe).__name__
     classes = [getattr(pipelines, name) for name in dir(pipelines) if name[0].isupper()]
-    found = [one for one in classes if getattr(one, "pipeline_class", None) == kind]
+    classes = [one for one in classes if hasattr(one, "pipeline_class")]
+    found = [one for one in classes if one.pipeline_class == kind]
     if not found:
-        known = {one.pipeline_class for one in classes if hasattr(one, "pipeline_class")}
+        known = sorted({one.pipeline_class for one in classes})
         raise ValueError(
-            f"no policy class wraps {kind}; supported: {', '.join(sorted(known))}.\n"
+            f"no policy class wraps {kind}; supported: {', '.join(known)}.\n"
             "A flow-matching pipeline with one network works with pipelines.AnyFlow, which needs "
             "the arguments of its\ncall and the evaluations per step: model={'class_path': "
             "'pipelines.AnyFlow', 'call': {'evaluations': 2, 'arguments': {...}}}"
         )
     two = pipe.components.get("transformer_2") is not None
     spread = bool(pipe.config.get("expand_timesteps"))
-    order = sorted(found, key=lambda one: _distance(one.__name__, two, spread))
-    return order[0]
+    return min(found, key=lambda one: _distance(one.__name__, two, spread))
 
 
 def _distance(name: str, two: bool, spread: bool) -> int:
@@ -96,10 +96,8 @@ def find_precision(pipe: Any) -> Precision:
     for precision in get_args(Precision):
         if network.dtype == DTYPES[precision]:
             return precision
-    raise ValueError(
-        f"{name} has dtype {network.dtype}; supported: "
-        + ", ".join(str(dtype) for dtype in DTYPES.values())
-    )
+    supported = ", ".join(map(str, DTYPES.values()))
+    raise ValueError(f"{name} has dtype {network.dtype}; supported: {supported}")
 
 
 def default_size(pipe: Any) -> int | None:

@@ -30,7 +30,8 @@ def divide_context(networks: Sequence[Any], mesh: DeviceMesh, meet: Callable[[st
     device = torch.device(mesh.device_type)
     config.setup(dist.get_rank(), dist.get_world_size(), device, mesh)
     for network in networks:
-        network.register_forward_pre_hook(_WaitBefore(group, meet), with_kwargs=True)
+        hook = _wait_before(group.get_group(), meet)
+        network.register_forward_pre_hook(hook, with_kwargs=True)
         _divide(network, config)
 
 
@@ -69,30 +70,27 @@ def _divide(network: Any, config: Any) -> None:
             module.processor._parallel_config = parallel
 
 
-class _WaitBefore:
-    """Pre-forward hook that waits for the other processes while a network is divided.
+def _wait_before(group: dist.ProcessGroup, meet: Callable[[str], None]) -> Callable[..., Any]:
+    """Return a pre-forward hook that waits for the other processes while a network is divided.
 
     Each process has only a part of the gradient to the network's inputs, so the hook sums the
     parts.
     """
 
-    def __init__(self, group: DeviceMesh, meet: Callable[[str], None]):
-        self.group, self.meet = group.get_group(), meet
-
-    def __call__(
-        self, network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if network._parallel_config is None:
-            return args, kwargs
-        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-        shape = tuple(max(given, key=lambda one: one.ndim).shape)
-        self.meet(f"evaluation of {shape}, with gradient: {torch.is_grad_enabled()}")
-        return tree_map(self._input, (args, kwargs))
-
-    def _input(self, value: Any) -> Any:
+    def sum_gradient(value: Any) -> Any:
         if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
-            return _SumGradient.apply(value, self.group)
+            return _SumGradient.apply(value, group)
         return value
+
+    def wait(network: Any, *inputs: Any) -> Any:
+        if network._parallel_config is None:
+            return inputs
+        given = (one for one in tree_leaves(inputs) if isinstance(one, Tensor))
+        shape = tuple(max(given, key=lambda one: one.ndim).shape)
+        meet(f"evaluation of {shape}, with gradient: {torch.is_grad_enabled()}")
+        return tree_map(sum_gradient, inputs)
+
+    return wait
 
 
 class _SumGradient(torch.autograd.Function):

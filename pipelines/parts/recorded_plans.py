@@ -44,11 +44,9 @@ def identify(policy: Any) -> str:
     settings["quantization"] = repr(policy.network.setup.quantization)
     settings["vae_tile"] = repr(policy.network.setup.vae_tile)
     settings["guided"] = str(policy.guidance > 1)
-    content = [f"{kind.__module__}.{kind.__qualname__}", settings, policy.folder.describe()]
-    content += [
-        {name: version(name) for name in _LIBRARIES},
-        _digest_code(kind, type(policy.codec)),
-    ]
+    versions, code = {n: version(n) for n in _LIBRARIES}, _digest_code(kind, type(policy.codec))
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    content = [name, settings, policy.folder.describe(), versions, code]
     return _digest(json.dumps(content).encode())
 
 

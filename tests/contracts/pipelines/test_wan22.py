@@ -9,8 +9,7 @@ import torch
 from diffusers import WanPipeline
 from peft import PeftModel
 
-from pipelines.families.wan import LORA, Wan22
-from pipelines.families.wan_experts import Experts
+from pipelines.families.wan import LORA, Experts, Wan22
 from pipelines.network import verification
 from pipelines.network.adapter_files import LORA_FILE
 from pipelines.network.weights import Lora

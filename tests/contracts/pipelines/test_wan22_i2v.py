@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipelines.families.wan import Wan22I2V, WanI2V, WanTI2V
-from pipelines.families.wan_experts import Experts
+from pipelines.families.wan import Experts, Wan22I2V, WanI2V, WanTI2V
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     PROMPTS,
