@@ -307,11 +307,6 @@ def test_a_window_outside_the_schedule_is_refused(window):
         DirectAlign(window=window)
 
 
-def test_a_bridge_with_one_side_is_refused():
-    with pytest.raises(ValueError, match="active_steps is 1; it must be at least 2"):
-        FlowBPBridge(active_steps=1)
-
-
 # Gradient paths against numbers recorded from FlowBP's code, see assets/golden/README.md ----------
 
 

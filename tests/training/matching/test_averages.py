@@ -284,7 +284,6 @@ def test_a_policy_without_guidance_has_no_guided_reference():
     [
         (lambda: GuidedReference(guidance=1.0), r"reference\.guidance is 1\.0"),
         (lambda: GuidedReference(inner=GuidedReference()), "is a GuidedReference; use its inner"),
-        (lambda: Average(decay=1.0), r"Average\.decay is 1\.0"),
     ],
 )
 def test_references_that_are_none_are_refused(make, said):

@@ -155,19 +155,6 @@ def test_what_follows_the_policy_begins_as_its_copy(reference):
     assert metrics["check/loss_at_start"] == pytest.approx(0.693147, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: EMAReference(decay=1.0), "EMAReference.decay is 1.0; .* below 1"),
-        (lambda: EMAReference(decay=-0.1), r"EMAReference\.decay is -0\.1"),
-        (lambda: PeriodicCopy(every=0), r"reference\.every is 0; it must be at least 1"),
-    ],
-)
-def test_references_that_are_none_are_refused_by_name(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()
-
-
 # Swapping -----------------------------------------------------------------------------------------
 
 
