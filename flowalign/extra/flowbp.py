@@ -7,15 +7,21 @@ from typing import Annotated, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.functional.path_gradient import (
-    closeness_weight,
     euler_sum,
     rescale_factor,
     scale_gradient,
     straight_through,
 )
-from flowalign.gradient_paths.steps import Leaps, UniformLeaps, draw_late_biased, require_steps
+from flowalign.gradient_paths.steps import (
+    LeapAlign,
+    Leaps,
+    UniformLeaps,
+    draw_late_biased,
+    require_steps,
+)
 from flowalign.types import (
     GradientPath,
     NonNegativeFloat,
@@ -124,7 +130,7 @@ class DirichletLeaps(Leaps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowBPLagrange(GradientPath):
+class FlowBPLagrange(LeapAlign):
     """Gradient of two leaps that integrate the velocities of several steps.
 
     A leap integrates the polynomial through the velocities at its support points. Only the first
@@ -149,23 +155,10 @@ class FlowBPLagrange(GradientPath):
     tau: PositiveFloat = 0.2
     """Lower bound of the distances between leap and rollout in a sample's weight. Default: 0.2."""
 
-    def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
-        """Yield the sample and its weight."""
-        leaps, num_steps = self.leaps, replay.num_steps
-        require_steps(f"FlowBPLagrange.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
-        k, j = leaps.draw(num_steps, generator)
-        x0 = replay.state(num_steps)
-        leap = replay.state(k) + self.integral(replay, k, j, replay.velocity(k))
-        x_j = straight_through(replay.state(j), leap)
-        v_j = replay.velocity(j, scale_gradient(x_j, self.alpha))
-        last = x_j + self.integral(replay, j, num_steps, v_j)
-        weight = closeness_weight(leap, x_j, last, x0, self.tau)
-        yield SampleView(straight_through(x0, last), weight)
-
+    @override
     def integral(
         self, replay: Replay, start: int, stop: int, v: Float[Tensor, "n *latent"]
     ) -> Float[Tensor, "n *latent"]:
-        """Return the integral of the velocity from start to stop; `v` is the velocity at start."""
         points, sigmas = support_points(start, stop, self.order), replay.sigmas
         weights = lagrange_weights(sigmas[points], sigmas[start], sigmas[stop])
         active = len(points[: self.active_points])

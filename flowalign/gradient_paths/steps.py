@@ -270,15 +270,22 @@ class LeapAlign(GradientPath):
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[SampleView]:
         """Yield the sample and its weight."""
         leaps, num_steps = self.leaps, replay.num_steps
-        require_steps(f"LeapAlign.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
+        what = f"{type(self).__name__}.leaps {type(leaps).__name__}"
+        require_steps(what, leaps.fewest, num_steps)
         k, j = leaps.draw(num_steps, generator)
-        sigmas, x0 = replay.sigmas, replay.state(num_steps)
-        leap = replay.state(k) + (sigmas[j] - sigmas[k]) * replay.velocity(k)
+        x0 = replay.state(num_steps)
+        leap = replay.state(k) + self.integral(replay, k, j, replay.velocity(k))
         x_j = straight_through(replay.state(j), leap)
         v_j = replay.velocity(j, scale_gradient(x_j, self.alpha))
-        end = predict_clean(x_j, v_j, sigmas[j])
+        end = x_j + self.integral(replay, j, num_steps, v_j)
         weight = closeness_weight(leap, x_j, end, x0, self.tau)
         yield SampleView(straight_through(x0, end), weight)
+
+    def integral(
+        self, replay: Replay, start: int, stop: int, v: Float[Tensor, "n *latent"]
+    ) -> Float[Tensor, "n *latent"]:
+        """Return the integral of the velocity from start to stop; `v` is the velocity at start."""
+        return (replay.sigmas[stop] - replay.sigmas[start]) * v
 
 
 @dataclass(frozen=True, kw_only=True)
