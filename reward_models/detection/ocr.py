@@ -58,15 +58,11 @@ class RapidOCR(TextReader):
     def __init__(self, confidence: UnitInterval = 0.5, threads: NonNegativeInt = 0):
         self.confidence, self.threads = confidence, threads
         self.version = f"rapidocr-onnxruntime 1.x PP-OCRv4, confidence {confidence}"
-        self._engine: Any = None
 
     def load(self) -> None:
-        """Open the networks once."""
-        if self._engine is None:
-            engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
-            self._engine = engine(
-                text_score=self.confidence, intra_op_num_threads=self.threads or -1
-            )
+        """Open the networks."""
+        engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
+        self._engine = engine(text_score=self.confidence, intra_op_num_threads=self.threads or -1)
 
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
         """Return the lines with a confidence of at least `confidence`."""
@@ -86,15 +82,13 @@ class RapidOCRLine(TextReader):
 
     def __init__(self, threads: NonNegativeInt = 1):
         self.threads = threads
-        self._recognizer: Any = None
 
     def load(self) -> None:
-        """Open the network once."""
-        if self._recognizer is None:
-            engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
-            self._recognizer = engine(intra_op_num_threads=self.threads or -1).text_rec
-            # It pads every image to this aspect ratio, by default 320:48: five times the work here.
-            self._recognizer.rec_image_shape = [3, 48, 48]
+        """Open the network."""
+        engine = import_optional("rapidocr_onnxruntime", "ocr").RapidOCR
+        self._recognizer = engine(intra_op_num_threads=self.threads or -1).text_rec
+        # It pads every image to this aspect ratio, by default 320:48: five times the work here.
+        self._recognizer.rec_image_shape = [3, 48, 48]
 
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
         """Return the line; an image without text gives an empty string."""
@@ -215,17 +209,12 @@ class DdddOCR(TextReader):
             )
         self.alphabet = alphabet
         self.version = f"ddddocr 1.x common_old, alphabet {alphabet}"
-        self._engine: Any = None
 
     def load(self) -> None:
-        """Open the network once; raise ValueError for characters that it cannot read."""
-        if self._engine is not None:
-            return
-        engine = import_optional("ddddocr", "ocr-judge").DdddOcr(show_ad=False)
-        unknown = sorted({*(self.alphabet or "")} - {*engine.get_charset()})
-        if unknown:
+        """Open the network; raise ValueError for characters that it cannot read."""
+        self._engine = import_optional("ddddocr", "ocr-judge").DdddOcr(show_ad=False)
+        if unknown := sorted({*(self.alphabet or "")} - {*self._engine.get_charset()}):
             raise ValueError(f"ddddocr cannot read {unknown}: remove them from its alphabet")
-        self._engine = engine
 
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
         """Return the line; an image without text gives an empty string."""

@@ -40,16 +40,13 @@ class NudeNet(RuleReward, Loadable):
             licence="AGPL-3.0",
             version=f"3.4 320n; {','.join(sorted(unsafe))}; {num_frames} frames",
         )
-        self._detector: Any = None
 
     def load(self) -> None:
-        """Open the network once."""
-        if self._detector is None:
-            self._detector = import_optional("nudenet", "safety").NudeDetector()
+        """Open the network."""
+        self._detector = import_optional("nudenet", "safety").NudeDetector()
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect in every frame; the extras hold the highest score per class for each frame."""
-        self.load()
         frames = sample_frames(sample.media[0], self.num_frames)
         found = [self._findings(picture) for picture in to_uint8(frames)]
         worst = max((f.get(c, 0.0) for f in found for c in self.unsafe), default=0.0)

@@ -184,16 +184,13 @@ class TextLikelihood(ScreenedReward, Loadable):
             differentiable=True,
             version="rapidocr-onnxruntime 1.x PP-OCRv4 recognizer",
         )
-        self._network: OnnxNetwork | None = None
-        self._characters: dict[str, int] = {}
 
     def load(self) -> None:
-        """Convert the network once."""
-        if self._network is None:
-            models = Path(import_optional("rapidocr_onnxruntime", "ocr").__file__).parent / "models"
-            self._network = OnnxNetwork(models / "ch_PP-OCRv4_rec_infer.onnx")
-            known = [*self._network.metadata["character"].splitlines(), " "]
-            self._characters = {character: i for i, character in enumerate(known, start=1)}
+        """Convert the network."""
+        models = Path(import_optional("rapidocr_onnxruntime", "ocr").__file__).parent / "models"
+        self._network = OnnxNetwork(models / "ch_PP-OCRv4_rec_infer.onnx")
+        known = [*self._network.metadata["character"].splitlines(), " "]
+        self._characters = {character: i for i, character in enumerate(known, start=1)}
 
     @override
     def examine(self, sample: MediaBatch) -> None:
@@ -201,7 +198,6 @@ class TextLikelihood(ScreenedReward, Loadable):
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Score all samples at once."""
-        assert self._network
         targets = [self._encode(batch.take([i])) for i in range(len(batch))]
         images = batch.media[:, 0].float().cpu()
         width = round(images.shape[3] * _HEIGHT / images.shape[2])

@@ -51,12 +51,9 @@ class IXCReward(RuleReward, Loadable):
             needs=("prompt",),
             version=f"{path} {hd_num} tiles {question}",
         )
-        self.model: Any = None
 
     def load(self) -> None:
-        """Load the model with its repository's code, in half precision, once."""
-        if self.model is not None:
-            return
+        """Load the model with its repository's code, in half precision."""
         from transformers import AutoModel, AutoTokenizer
 
         given: dict[str, Any] = {"trust_remote_code": True}  # keyword names of transformers 4
@@ -67,7 +64,6 @@ class IXCReward(RuleReward, Loadable):
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Score a single image, because batches change scores in half precision."""
-        self.load()
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             file = Path(folder) / "image.png"
             Image.fromarray(to_uint8(sample.media[0])[0]).save(file)

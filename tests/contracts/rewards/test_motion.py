@@ -436,6 +436,7 @@ class Findings:
 
 def safety(**settings) -> NudeNet:
     model = NudeNet(**settings)
+    vars(model)["load"] = lambda: None
     model._detector = Findings(
         [("FACE_FEMALE", 0.9)],
         [("BUTTOCKS_EXPOSED", 0.7), ("BUTTOCKS_EXPOSED", 0.4), ("FACE_MALE", 0.8)],

@@ -137,7 +137,8 @@ def written(text: str) -> torch.Tensor:
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 255
 
 
-def test_the_engine_gets_the_channels_in_the_order_of_opencv():
+def test_the_engine_gets_the_channels_in_the_order_of_opencv(monkeypatch):
+    monkeypatch.setattr(RapidOCR, "load", lambda _: None)
     reader = RapidOCR()
     reader._engine = lambda picture: ([[None, str(picture[0, 0].tolist()), 0.9]], None)
     assert reader.read(np.array([[[1, 2, 3]]], dtype=np.uint8)) == ["[3, 2, 1]"]
