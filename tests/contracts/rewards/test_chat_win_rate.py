@@ -199,16 +199,12 @@ def test_planned_judge_calls_are_the_requests_that_the_server_gets(serve, orders
     assert planned.tokens == 80
 
 
-def test_the_criteria_of_a_judge_are_counted():
-    judge = OneReward(Server("http://127.0.0.1:1/v1", MODEL), task="filling")
-    assert judge.conversations == len(judge.ask(group_of(1), group_of(2))) == 4
-    assert WinRate(judge).judge_calls([24] * 24).answers == 52_992
-
-
-def test_the_two_questions_of_edit_score_are_counted():
-    judge = EditScore(Server("http://127.0.0.1:1/v1", MODEL), sampling=Sampling(passes=4))
-    batch = MediaBatch(
-        torch.rand(1, 1, 3, 8, 8), ["make it red"], references=[[torch.rand(3, 8, 8)]]
-    )
-    assert judge.conversations == len(judge.ask(batch)) == 2
+def test_the_questions_of_judges_about_a_sample_or_a_pair_are_counted():
+    server = Server("http://127.0.0.1:1/v1", MODEL)
+    pairs = OneReward(server, task="filling")
+    assert pairs.conversations == len(pairs.ask(group_of(1), group_of(2))) == 4
+    assert WinRate(pairs).judge_calls([24] * 24).answers == 52_992
+    judge = EditScore(server, sampling=Sampling(passes=4))
+    edit = MediaBatch(torch.rand(1, 1, 3, 8, 8), ["red"], references=[[torch.rand(3, 8, 8)]])
+    assert judge.conversations == len(judge.ask(edit)) == 2
     assert judge.judge_calls([3, 2]).answers == 5 * 2 * 4

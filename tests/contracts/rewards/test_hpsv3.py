@@ -107,9 +107,7 @@ def rewritten(tmp_path, change):
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path):
     copied = Path(shutil.copy(FOLDER / "HPSv3.safetensors", tmp_path))
-    for name in ("rm_head.3.bias", "model.layers.1.mlp.up_proj.weight"):
-        check_keys(copied, name, tiny(tmp_path).load)
-        shutil.copy(FOLDER / "HPSv3.safetensors", tmp_path)
+    check_keys(copied, "rm_head.3.bias", tiny(tmp_path).load)
 
 
 def test_a_single_file_and_a_folder_are_both_checkpoints(model, tmp_path):

@@ -244,12 +244,9 @@ def configured(tmp_path, change):
 @pytest.mark.parametrize(
     ("part", "key", "value"),
     [
-        ("data_config", "sample_type", "multi_pts"),
         ("data_config", "num_frames", 8),
         ("data_config", "eval_dim", ["VQ", "TA", "MQ"]),
-        ("data_config", "prompt_template_type", "simple"),
         ("model_config", "reward_token", "last"),
-        ("model_config", "output_dim", 1),
     ],
 )
 def test_a_configuration_for_what_is_not_implemented_is_refused(tmp_path, part, key, value):
