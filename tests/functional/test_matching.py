@@ -321,13 +321,6 @@ def test_the_odds_of_a_logit_normal_are_the_shift_times_those_of_the_normal():
     assert_close(sigma / (1 - sigma), 3 * (-0.4 + 0.7 * z).exp())
 
 
-@pytest.mark.parametrize(("shift", "median"), [(1.0, 0.5), (3.0, 0.75), (0.5, 1 / 3)])
-def test_the_median_of_a_shifted_logit_normal_is_shift_over_one_plus_shift(shift, median):
-    sigma = times(LogitNormal(shift=shift))
-    assert float(sigma.median()) == pytest.approx(median, abs=0.02)
-    assert 0 < float(sigma.min()) < float(sigma.max()) < 1
-
-
 def test_a_grid_has_the_levels_of_the_schedule_but_the_clean_end():
     sigma = times(SamplerGrid(num_steps=4))
     assert sigma.unique().tolist() == [0.25, 0.5, 0.75, 1.0]

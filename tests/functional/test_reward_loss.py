@@ -65,13 +65,6 @@ def test_the_uncertain_loss_is_what_a_million_draws_say():
     assert (error[:2] < 2e-3).all()
 
 
-def test_the_nodes_integrate_polynomials_exactly():
-    """E x^2k = (2k - 1)!!, and odd powers vanish."""
-    nodes, weights = (torch.tensor(v, dtype=torch.float64) for v in loss._gauss_hermite(32))
-    for power, wanted in ((0, 1), (1, 0), (2, 1), (4, 3), (7, 0), (8, 105), (12, 10395)):
-        assert_close((weights * nodes**power).sum(), t(wanted, dtype=torch.float64)[0])
-
-
 def test_without_uncertainty_it_is_bradley_terry():
     a, b, target, log_sigma = t(0.3, -1, 2), t(0, 0.5, 2), t(1, 0.4, 0), torch.full((3,), -12.0)
     got = loss.uncertainty(a, b, target, log_sigma, log_sigma)
@@ -220,16 +213,6 @@ def test_outcomes_with_ties_sum_to_one():
     assert_close(total, torch.ones(50, 3, dtype=torch.float64), atol=1e-14, rtol=0)
 
 
-def test_the_learned_k_finds_the_share_of_ties():
-    """Of equal scores 30 % tie: the optimum is k with (k - 1) / (k + 1) = 0.3."""
-    log_k, zero = t(2.0, dtype=torch.float64).requires_grad_(), torch.zeros(10).double()
-    target = t(*[0.5] * 3, *[1] * 4, *[0] * 3, dtype=torch.float64)
-    for _ in range(200):
-        slope = torch.autograd.grad(loss.bt_with_ties(zero, zero, target, log_k).mean(), log_k)[0]
-        log_k = (log_k - slope).detach().requires_grad_()
-    assert log_k.item() == pytest.approx(loss.log_k_of(0.3), abs=1e-6)
-
-
 def test_gradients_are_those_of_finite_differences():
     a, b, s, r = (x.requires_grad_() for x in random(4, 5, 2))
     p = random(5, 2, seed=1).sigmoid()
@@ -320,13 +303,3 @@ def test_uncertainty_has_the_gradients_of_hpsv3_up_to_the_noise_of_its_draws(hps
     # The recorded call is one of 1,000 draws: its error is about 1/30 of a standard deviation.
     theirs = g["uncertainty.grad_A"], g["uncertainty.grad_B"]
     assert_close(ours, theirs, rtol=0, atol=0.02)
-
-
-def test_hpsv3_with_a_tie_threshold_mixes_pairs_and_ours_does_not(hps):
-    """Its mask [6] times its loss [6, 1] is [6, 6]: the mean over all is share of kept x mean."""
-    g, a, b, p = hps
-    votes = g["choice_dist"] / g["choice_dist"].sum(1, keepdim=True)
-    kept = (votes[:, 0] - votes[:, 1]).abs() > 0.25
-    each = loss.bradley_terry(a[:, 0], b[:, 0], p)
-    assert_close(g["bt_ties"], kept.float().mean() * each.mean(), rtol=1e-5, atol=0)
-    assert not math.isclose(each[kept].mean().item(), g["bt_ties"].item(), rel_tol=0.1)

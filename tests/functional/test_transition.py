@@ -388,7 +388,7 @@ def test_the_travelled_velocity_is_the_one_whose_mean_was_reached(kernel):
     assert_close(travelled_velocity(kernel, x, x_next, sigmas, 1, eta), travelled)
 
 
-# Adjoint matching of Gaussians: closed forms for linear and for quadratic rewards -----------------
+# Adjoint matching of Gaussians: closed forms for linear rewards -----------------------------------
 
 
 S, LAM, C = 0.8, 1.5, 0.7
@@ -460,35 +460,3 @@ def test_samples_of_the_optimum_are_the_tilted_ones_for_any_number_of_steps(kern
 def test_a_sampler_with_memory_is_biased():
     plain, (mean, _) = shift_and_moments(Chain(FlowSDE(), 0.5))
     assert mean < 0.9 * LAM * C * plain
-
-
-def optimal_factors(chain):
-    """Factors of the steps under the optimal control; the value of a state is p x^2 / 2."""
-    p = [tensor(LAM * C, dtype=torch.float64)]
-    for m, std in zip(chain.factor.flip(0), chain.std.flip(0), strict=True):
-        p.append(m**2 * p[-1] / (1 + std**2 * p[-1]))
-    return chain.factor / (1 + chain.std**2 * torch.stack(p[::-1])[1:])
-
-
-def test_samples_of_a_quadratic_reward_are_the_tilted_ones_for_many_steps():
-    """N(0, s^2) exp(-lam c x^2 / 2) has the variance 1 / (1 / s^2 + lam c)."""
-    chain = Chain(num_steps=1000)
-    _, variance = chain.moments(torch.zeros_like(chain.std), optimal_factors(chain))
-    assert variance == pytest.approx(1 / (1 / S**2 + LAM * C), rel=0.01)
-
-
-def test_a_quadratic_reward_has_its_optimum_as_the_fixed_point():
-    """r = -c x^2 / 2: the adjoint regresses to the optimal control of Riccati's equation."""
-    chain, size = Chain(num_steps=8), 100_000
-    closed = optimal_factors(chain)
-    draw = torch.Generator().manual_seed(0)
-    noise = torch.randn(9, size, 1, dtype=torch.float64, generator=draw)
-    states = [noise[0]]
-    for m, std, e in zip(closed, chain.std, noise[1:], strict=True):
-        states.append(m * states[-1] + std * e)
-    adjoint = chain.adjoints(LAM * C * states[-1])
-    for k in range(1, 7):  # regress the target of the control on the state
-        x, target = states[k], -chain.std[k] * adjoint[k + 1]
-        fitted = (x * target).mean() / x.square().mean()
-        optimum = (closed[k] - chain.factor[k]) / chain.std[k]
-        assert_close(fitted, optimum, rtol=0.05, atol=0.01)
