@@ -9,11 +9,10 @@ from torch.testing import assert_close
 
 from flowalign.extra.omni_nft import OmniNFT, nft_of_modalities
 from flowalign.functional.forward_process import nft
-from flowalign.training.recipe import RunContext
 from flowalign.types import Batch, LossContext
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.scored import batch_of, groups, opened
-from tests.fixtures.training import new_learner, new_rewards
+from tests.fixtures.training import context, new_learner, new_rewards
 
 SIZES = [6, 2]
 PARTS = {"video": 6, "audio": 2}
@@ -103,7 +102,7 @@ def test_rewards_are_routed_to_the_parts_of_the_state(tmp_path):
 
 
 def test_rewards_and_parts_that_do_not_fit_are_refused(tmp_path):
-    run = RunContext(policy=two_parts(), rewards=new_rewards(redness=1.0, green=0.5), num_steps=1)
+    run = context(two_parts(), new_rewards(redness=1.0, green=0.5))
     data = groups(tmp_path, modalities=ROUTES)
     data.check(run)
     data.plan(run, run.policy.plan(), 1)

@@ -18,8 +18,7 @@ from flowalign.training.policy_gradient.policy_gradient_loop import replay_drift
 from flowalign.types import CreditEstimator, StepCredit, step_of, steps_of
 from flowalign.types.trajectory import prompt_step_ids
 from tests.fixtures.credited import judged
-from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train, trained_policy
 
 THREE = ["a", "bb", "ccc"]
 
@@ -37,21 +36,15 @@ class Own(CreditEstimator):
 
 
 def made(algorithm, learner=None, **recipe):
-    learner = learner or new_learner(bent())
+    learner = learner or new_learner(trained_policy(3, std=0.3))
     cfg = new_recipe(algorithm=algorithm, credit=Own(), **recipe)
     return learner, cfg, judged(cfg, learner)[0]
-
-
-def bent():
-    policy = PixelPolicy(seed=3)
-    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)
-    return policy
 
 
 @pytest.mark.parametrize("changes", [{}, {"updates_per_step": 3, "epochs_per_step": 2}])
 def test_spans_of_one_step_are_grpo_to_the_bit(changes):
     """Weights after three steps, and everything logged; step weights and a clip that binds."""
-    single, whole = new_learner(bent()), new_learner(bent())
+    single, whole = new_learner(trained_policy(3, std=0.3)), new_learner(trained_policy(3, std=0.3))
     rule = {"step_weight": [0.5, 1.0, 2.0, 0.0], "micro_batch": 5, "credit": Own()} | changes
     wanted = train(new_recipe(algorithm=GRPO(PPOClip(0.01)), **rule), single, steps=3)
     algorithm = SpanGRPO(span_steps=1, clip_range=0.01)

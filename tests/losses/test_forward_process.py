@@ -22,7 +22,6 @@ from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.reference_models import Average
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.recipe import RunContext
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import FIELDS
 from tests.fixtures.golden import load, tiny_velocity
@@ -30,7 +29,7 @@ from tests.fixtures.matching_losses import LOSSES
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import train
 from tests.fixtures.scored import batch_of, groups, opened
-from tests.fixtures.training import new_learner, new_rewards
+from tests.fixtures.training import context, new_learner, new_rewards
 
 
 def scored(
@@ -521,7 +520,7 @@ def test_training_raises_the_reward(tmp_path):
     learner = new_learner(PixelPolicy(seed=1), learning_rate=0.02)
     source = data(tmp_path)
     cfg = settings(source)
-    cfg.check(RunContext(policy=learner.policy, rewards=new_rewards(), num_steps=1))
+    cfg.check(context(learner.policy))
     cfg.old.follow(learner, "old")
     stream = source.open(learner, StreamContext(new_rewards(), 0))
     history = train(cfg, learner, stream, 25)

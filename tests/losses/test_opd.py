@@ -17,13 +17,12 @@ from flowalign.training.matching import RewardAscent, SamplerGrid, VisitedStates
 from flowalign.training.matching.matching_recipe import Matching
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.source import StreamContext
-from flowalign.training.recipe import RunContext
 from flowalign.types import Batch, LossContext
 from tests.fixtures.golden import load
 from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
 from tests.fixtures.preference import train
 from tests.fixtures.scored import batch_of, groups
-from tests.fixtures.training import new_learner
+from tests.fixtures.training import context, new_learner
 
 # The authors' code --------------------------------------------------------------------------------
 
@@ -264,15 +263,13 @@ def test_training_raises_the_reward(tmp_path):
 
 
 def test_only_the_query_is_matched_and_rewards_need_gradients(tmp_path):
-    def context(reward):
-        return RunContext(policy=PixelPolicy(), rewards=rewards_of(reward), num_steps=1)
-
+    smooth = context(rewards=rewards_of(SmoothRedness()))
     data = groups(tmp_path, ascent=ASCENT)
-    settings(data).check(context(SmoothRedness()))
+    settings(data).check(smooth)
     with pytest.raises(ValueError, match=r"set times.start to 2, and stop to 3"):
-        settings(data, times=SamplerGrid(num_steps=4)).check(context(SmoothRedness()))
+        settings(data, times=SamplerGrid(num_steps=4)).check(smooth)
     with pytest.raises(ValueError, match=r"no gradient, which recipe.data.ascent needs"):
-        settings(data).check(context(Redness()))
+        settings(data).check(context(rewards=rewards_of(Redness())))
     with pytest.raises(ValueError, match=r"ascent.query is 4, which is not among"):
         groups(tmp_path, ascent=RewardAscent(query=4))
     with pytest.raises(ValueError, match=r"set weight_map to null"):

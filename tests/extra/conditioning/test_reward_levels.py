@@ -13,13 +13,12 @@ from flowalign.extra import RewardLevels, RewardWords
 from flowalign.sampling.inference import generate
 from flowalign.training.matching.source import StreamContext
 from flowalign.training.matching.stored import StoredDataset
-from flowalign.training.recipe import RunContext
 from flowalign.training.rollouts.advantages import mask_unused_rewards
 from flowalign.types import ConditionedPrompt, PromptGuidance, Request
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.scored import batch_of, groups
-from tests.fixtures.training import new_learner, new_rewards
+from tests.fixtures.training import context, new_learner, new_rewards
 
 LEVELS = RewardLevels(
     thresholds={"redness": [-0.2, 0.3], "green": [0.5]},
@@ -80,12 +79,7 @@ def test_levels_that_say_nothing_are_refused(changes, told):
 
 
 def test_a_dimension_that_no_reward_gives_is_refused(tmp_path):
-    run = RunContext(
-        policy=PixelPolicy(),
-        rewards=new_rewards(),
-        num_steps=1,
-        conditioning=RewardLevels(thresholds={"blue": [0.5]}),
-    )
+    run = context(conditioning=RewardLevels(thresholds={"blue": [0.5]}))
     with pytest.raises(ValueError, match="names blue, which no reward gives; there are redness"):
         groups(tmp_path).check(run)
 
@@ -121,8 +115,7 @@ def test_stored_samples_are_learned_under_the_levels_of_their_rows(tmp_path):
     file = tmp_path / "scored.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = StoredDataset(path=str(file), kind="samples", batch_size=2)
-    run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1, conditioning=SHORT)
-    cfg.check(run)
+    cfg.check(context(conditioning=SHORT))
     (batch,) = cfg.open(new_learner(), StreamContext(new_rewards(), 0, conditioning=SHORT)).batches(
         [0]
     )
@@ -130,9 +123,8 @@ def test_stored_samples_are_learned_under_the_levels_of_their_rows(tmp_path):
     wanted = torch.where(scores > 0, 1.0 + len(", yyyyyyy"), 2.0 + len(", x"))
     assert torch.equal(batch.examples["cond"]["length"][:, 0], wanted)
     other = RewardLevels(thresholds={"green": [0.5]})
-    wrong = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1, conditioning=other)
     with pytest.raises(ValueError, match="names green, which no reward gives; there are redness"):
-        cfg.check(wrong)
+        cfg.check(context(conditioning=other))
 
 
 def test_the_sampler_asks_as_a_user_does():
@@ -199,25 +191,15 @@ def test_each_prompt_is_compared_by_the_reward_of_its_word(tmp_path, combine):
     assert examples["cond"]["length"][:, 0].tolist() == lengths
 
 
-def context(**changes):
-    given = {
-        "policy": PixelPolicy(),
-        "rewards": new_rewards(),
-        "num_steps": 1,
-        "conditioning": WORDS,
-    }
-    return RunContext(**given | changes)
-
-
 def test_a_reward_without_weight_has_no_word(tmp_path):
     with pytest.raises(ValueError, match="names green, which no reward with a weight gives"):
-        groups(tmp_path).check(context())
+        groups(tmp_path).check(context(conditioning=WORDS))
 
 
 @pytest.mark.parametrize("scale", ["batch", "pooled"])
 def test_a_comparison_across_prompts_is_refused(tmp_path, scale):
-    run = context(rewards=new_rewards(redness=1.0, green=1.0))
-    with pytest.raises(ValueError, match=f"recipe.data.advantages.scale is {scale}"):
+    run = context(rewards=new_rewards(redness=1.0, green=1.0), conditioning=WORDS)
+    with pytest.raises(ValueError, match=f"recipe.data.advantages.scale {scale} compares prompts"):
         groups(tmp_path, advantages={"scale": scale}).check(run)
 
 

@@ -5,18 +5,7 @@ from pathlib import Path
 import pytest
 
 from flowalign.extra import TDM, RewardWords
-from flowalign.training.recipe import RunContext
-from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import new_learner, new_rewards
-
-
-def context(conditioning) -> RunContext:
-    return RunContext(
-        policy=PixelPolicy(),
-        rewards=new_rewards(),
-        num_steps=1,
-        conditioning=conditioning,
-    )
+from tests.fixtures.training import context, new_learner
 
 
 def words(name: str) -> RewardWords:
@@ -27,7 +16,7 @@ def test_the_generator_is_asked_with_the_words_of_the_run(tmp_path, monkeypatch)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nbb\n")
     cfg = TDM(prompts=str(prompts), prompts_per_step=2, num_steps=2, real_guidance=1.0)
-    run = context(words("redness"))
+    run = context(conditioning=words("redness"))
     cfg.check(run)
     opened = cfg.open(run, new_learner(run.policy), Path(tmp_path), lambda _: None)
     drawn = next(opened.data([0])).data.trajectory
@@ -38,4 +27,4 @@ def test_words_of_an_unknown_reward_are_refused(tmp_path):
     (tmp_path / "prompts.txt").write_text("a\n")
     cfg = TDM(prompts=str(tmp_path / "prompts.txt"), prompts_per_step=1, real_guidance=1.0)
     with pytest.raises(ValueError, match="warmth"):
-        cfg.check(context(words("warmth")))
+        cfg.check(context(conditioning=words("warmth")))

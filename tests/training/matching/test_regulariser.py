@@ -16,7 +16,7 @@ from flowalign.training.recipe import RunContext
 from flowalign.training.reward_gradient import FromRollouts, RewardGradient
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness
 from tests.fixtures.preference import painted
-from tests.fixtures.training import PROMPTS, flat, new_learner
+from tests.fixtures.training import PROMPTS, flat, new_learner, trained_policy
 
 SEED = 5
 
@@ -34,12 +34,6 @@ def data(tmp_path):
     return StoredDataset(path=painted(tmp_path), batch_size=4)
 
 
-def bent():
-    policy = PixelPolicy(seed=3)
-    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)
-    return policy
-
-
 def recipe(prompts, regulariser=None, **changes):
     given = {"prompts_per_step": 3, "micro_batch": 8, "start": FromRollouts(num_steps=4)}
     return RewardGradient(
@@ -48,7 +42,7 @@ def recipe(prompts, regulariser=None, **changes):
 
 
 def opened(cfg, tmp_path, learner=None):
-    learner = learner or new_learner(bent())
+    learner = learner or new_learner(trained_policy(3, std=0.3))
     rewards = Rewards([SmoothRedness()], {"redness": 1.5})
     run = RunContext(policy=learner.policy, rewards=rewards, num_steps=3, seed=SEED)
     cfg.check(run)
@@ -69,7 +63,7 @@ def of(learner):
 
 def sft_alone(regulariser):
     """The gradient of the preference loop's own first update on these data."""
-    learner = new_learner(bent())
+    learner = new_learner(trained_policy(3, std=0.3))
     stream = regulariser.data.open(learner, StreamContext(Rewards([], {}), SEED))
     learner.step = dict
     loop = MatchingLoop(regulariser.matching, learner, stream, SEED)
@@ -103,10 +97,10 @@ def test_with_a_weight_the_gradient_is_the_sum(prompts, data, tmp_path, loss, mi
 def test_media_of_every_step_are_others_and_follow_from_the_seed(prompts, data, tmp_path):
     """A run resumed at step 2 gets the same samples as the whole run at this step."""
     cfg = recipe(prompts, Regulariser(data=data, times=Uniform()), on_failed_check="warn")
-    _, loop = opened(cfg, tmp_path, new_learner(bent(), learning_rate=1e-9))
+    _, loop = opened(cfg, tmp_path, new_learner(trained_policy(3, std=0.3), learning_rate=1e-9))
     seen = [metrics["regulariser"] for metrics in loop.run(range(4))]
     assert len(set(seen)) == 4
-    _, later = opened(cfg, tmp_path, new_learner(bent(), learning_rate=1e-9))
+    _, later = opened(cfg, tmp_path, new_learner(trained_policy(3, std=0.3), learning_rate=1e-9))
     again = [metrics["regulariser"] for metrics in later.run([2, 3])]
     assert again == pytest.approx(seen[2:], rel=1e-5)
 
@@ -118,7 +112,9 @@ def test_it_holds_the_policy_near_the_media(prompts, data, tmp_path):
     for weight in (0.0, 30.0):
         stored = Regulariser(data=data, weight=weight, loss=SFT(on="all"), times=Uniform())
         learner, loop = opened(
-            recipe(prompts, stored), tmp_path, new_learner(bent(), learning_rate=1e-2)
+            recipe(prompts, stored),
+            tmp_path,
+            new_learner(trained_policy(3, std=0.3), learning_rate=1e-2),
         )
         list(loop.run(range(20)))
         errors.append(sft_of(learner, stored))
@@ -181,7 +177,7 @@ def test_held_out_pairs_are_refused(data):
 def test_check_reads_the_stored_rows_and_names_the_regulariser(prompts, tmp_path):
     """Rows of single images do not fit a policy of clips."""
     cfg = recipe(prompts, Regulariser(data=StoredDataset(path=painted(tmp_path), batch_size=4)))
-    policy = bent()
+    policy = trained_policy(3, std=0.3)
     rewards = Rewards([SmoothRedness()], {"redness": 1.5})
     run = RunContext(policy=policy, rewards=rewards, num_steps=3, seed=SEED)
     cfg.check_data(run)

@@ -19,7 +19,7 @@ from flowalign.training.reward_gradient import FromPhotos, FromRollouts, RewardG
 from flowalign.training.reward_gradient.reward_gradient_recipe import RewardGradientLoop
 from flowalign.types import Reference, Request, RewardOutput, plain_requests
 from tests.fixtures.pixel import PixelPolicy, SmoothRedness
-from tests.fixtures.training import PROMPTS, flat, new_learner
+from tests.fixtures.training import PROMPTS, flat, new_learner, trained_policy
 
 T = 4
 
@@ -28,12 +28,6 @@ def recipe(gradient_path=None, **changes):
     own = {"prompts_per_step": 3, "micro_batch": 64, "start": FromRollouts(num_steps=T)}
     chosen = gradient_path or DRaFT(last_steps=T)
     return RewardGradient(prompts="", gradient_path=chosen, **own | changes)
-
-
-def bent_pixel():
-    policy = PixelPolicy(seed=3)
-    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)
-    return policy
 
 
 def loop_of(cfg, learner, model=None, requests=None, seed=5):
@@ -51,7 +45,7 @@ def accumulated(loop, step):
 
 def gradients(cfg, model=None, requests=None, policy=None):
     """The accumulated gradient of one step before the update, and the logged metrics."""
-    learner = new_learner(policy or bent_pixel())
+    learner = new_learner(policy or trained_policy(3, std=0.3))
     loop = loop_of(cfg, learner, model, requests)
     metrics = accumulated(loop, 0)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
@@ -60,7 +54,7 @@ def gradients(cfg, model=None, requests=None, policy=None):
 
 def by_autograd(loss=None, weight=None):
     """Of the same samples: the mean loss, differentiated through an unrolled sampler."""
-    learner = new_learner(bent_pixel())
+    learner = new_learner(trained_policy(3, std=0.3))
     loop = loop_of(recipe(), learner)
     trajectory = loop.sample(0).trajectory
     policy, x, sigmas = learner.policy, trajectory.state(0), trajectory.sigmas
@@ -150,7 +144,7 @@ def test_a_gradient_that_is_not_finite_is_a_failure_of_its_sample():
 
 
 def test_a_step_without_any_usable_sample_makes_no_update():
-    learner = new_learner(bent_pixel())
+    learner = new_learner(trained_policy(3, std=0.3))
     loop = loop_of(recipe(on_failed_reward="drop_sample"), learner, SmoothRedness(fail_on=""))
     before = flat(learner.policy.denoiser)
     (metrics,) = loop.run([0])
@@ -161,7 +155,7 @@ def test_a_step_without_any_usable_sample_makes_no_update():
 
 def test_the_divergence_is_nothing_at_first_and_pulls_back_later():
     assert gradients(recipe(kl=5.0))[1]["kl"] == 0
-    learner = new_learner(bent_pixel())
+    learner = new_learner(trained_policy(3, std=0.3))
     with torch.no_grad():
         learner.parameters[-1].add_(0.5)
     loop = loop_of(recipe(DRaFT(), kl=1e6), learner)
@@ -172,7 +166,7 @@ def test_the_divergence_is_nothing_at_first_and_pulls_back_later():
 
 
 def test_training_raises_the_reward():
-    learner = new_learner(bent_pixel(), learning_rate=0.02)
+    learner = new_learner(trained_policy(3, std=0.3), learning_rate=0.02)
     metrics = list(loop_of(recipe(DRaFT(), prompts_per_step=5), learner).run(range(25)))
     assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.2
 
@@ -194,7 +188,7 @@ def test_control_words_are_compared_on_the_same_media():
     """Each step takes the next word of both lists; prompts have no e."""
     words = ControlWords(wanted=["ee", "eeee"], unwanted=["e", "eee", "x"], k=(0.5, 0.5))
     cfg = recipe(relative=words)
-    learner = new_learner(bent_pixel())
+    learner = new_learner(trained_policy(3, std=0.3))
     loop = loop_of(cfg, learner, WordyRedness(), plain_requests(["a", "bb", "ccc", "dddd"]))
     for step, scale in enumerate([1.5 * 2 - 1, 1.5 * 4 - 3, 1.5 * 2 - 0]):
         trajectory, relative = loop.sample(step).trajectory, accumulated(loop, step)
@@ -217,7 +211,7 @@ PHOTOS = [
 
 def test_photos_take_the_place_of_rollouts():
     cfg = recipe(DirectAlign(), start=FromPhotos(samples_per_prompt=2))
-    learner = new_learner(bent_pixel())
+    learner = new_learner(trained_policy(3, std=0.3))
     loop = loop_of(cfg, learner, requests=PHOTOS)
     trajectory = loop.sample(0).trajectory
     batch = loop.requests.batch(0, 3)
@@ -231,9 +225,9 @@ def test_photos_take_the_place_of_rollouts():
 
 
 def test_runs_resume_to_the_bit(tmp_path):
-    straight = new_learner(bent_pixel())
+    straight = new_learner(trained_policy(3, std=0.3))
     everything = list(loop_of(recipe(DRaFTLV()), straight).run(range(4)))
-    first = new_learner(bent_pixel())
+    first = new_learner(trained_policy(3, std=0.3))
     list(loop_of(recipe(DRaFTLV()), first).run(range(2)))
     resumed = new_learner(PixelPolicy(seed=8))
     resumed.policy.denoiser.load_state_dict(first.policy.denoiser.state_dict())
