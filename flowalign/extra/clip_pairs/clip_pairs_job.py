@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -42,6 +42,8 @@ from flowalign.utils.seeds import is_in_share
 class ClipPairs:
     """Run file of the generation of pairs; one YAML file sets all fields."""
 
+    flat_lists: ClassVar = {"rewards": ("model", "weight")}
+    """Fields of a reward, see `flowalign.utils.typed_settings`."""
     policy: Policy
     """Policy that noises and denoises the videos: the one that will be trained."""
     clips: str
