@@ -120,7 +120,7 @@ def run_verb(args: argparse.Namespace) -> int:
     try:
         with sigterm_stops():
             return args.run(args)
-    except ValueError as error:  # of the user, by the rules of this package
+    except ValueError as error:  # that the user can correct
         return complain(str(error), 2)
     except RunFailure as error:
         return complain(str(error), 1)

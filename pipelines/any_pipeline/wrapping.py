@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def find_classes(unknown: Folder, name: str, pictures: int) -> tuple[str, str]:
     path, kind = unknown.path, unknown.setting("_class_name")
     if kind not in dir(diffusers):
         raise ValueError(f"{path}: diffusers {diffusers.__version__} has no class {kind}")
-    folder, components = replace(unknown, kind=kind), unknown.components()
+    folder, components = copy(unknown), unknown.components()  # `replace` looks the pipe up again
+    folder.kind = kind
     if reason := _misfit(folder, name, components) or _refuse_images(folder.pipeline, pictures):
         raise ValueError(f"{path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")
     return kind, components[name][1]
