@@ -2,9 +2,9 @@
 
 import copy
 import hashlib
-import importlib
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -173,10 +173,9 @@ def _find_form(annotation: Any) -> Form | None:
 
 
 def _import_function(path: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
     try:
-        function = getattr(importlib.import_module(module), name, None)
-    except (ImportError, ValueError) as error:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"function {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise ValueError(f"function {path!r} is no function")

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -239,8 +239,7 @@ class TrainedLatentReward(LatentReward):
         """Read the head and attach it to the first blocks of this policy."""
         if self.features is not None:
             return
-        module, _, name = self.config["backbone"]["class_path"].rpartition(".")
-        backbone: type[FirstBlocks] = getattr(import_module(module), name)
+        backbone: type[FirstBlocks] = resolve_name(self.config["backbone"]["class_path"])
         features = backbone.reader(policy, self.config["backbone"]["init_args"])
         wanted, found = self.config["noise"]["weights_fingerprint"], features.fingerprint()
         if wanted != found:

@@ -13,26 +13,16 @@ from flowalign.rewards import scorer
 from flowalign.rewards.checked import CheckedReward, RewardFailure, RewardGone
 from flowalign.rewards.protocol import output_from_json, pack_batch
 from flowalign.rewards.scorer import ScorerActor, ScorerPool
-from flowalign.types import MAY_PASS, MediaBatch
+from flowalign.types import MAY_PASS
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.out_of_process import RayScorers
-from tests.fixtures.scorers import Mortal, Places
+from tests.fixtures.scorers import PLACES, Mortal, Places, batch_of, mortal_entry
 from tests.fixtures.zygote import ROOT, python
-
-PLACES = {"class_path": "tests.fixtures.scorers.Places", "init_args": {"seconds": 0.0}}
-
-
-def batch_of(count: int, seed: int = 4) -> MediaBatch:
-    media = torch.rand(count, 1, 3, 8, 6, generator=torch.Generator().manual_seed(seed))
-    return MediaBatch(media, [f"a {i}" for i in range(count)])
 
 
 def mortal(folder, *dies_at: int, **settings) -> RayScorers:
-    about = {"folder": str(folder), "dies_at": list(dies_at)}
-    entry = {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}
-    return RayScorers(
-        entry, options={"num_cpus": 0.5}, timeout=300.0, start_timeout=300.0, **settings
-    )
+    settings = {"options": {"num_cpus": 0.5}, "timeout": 300.0, "start_timeout": 300.0} | settings
+    return RayScorers(mortal_entry(folder, *dies_at), **settings)
 
 
 def test_an_actor_answers_what_the_reward_answers(monkeypatch):
@@ -51,10 +41,8 @@ def test_an_error_of_the_model_is_an_answer(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     actor = ScorerActor(PLACES, str(ROOT), [])
     monkeypatch.setattr(actor.model.model, "score", lambda _: 1 / 0)
-    assert (
-        "ZeroDivisionError"
-        in actor.score(b"".join(pack_batch(batch_of(2), "float32", {})))["error"]
-    )
+    message = b"".join(pack_batch(batch_of(2), "float32", {}))
+    assert "ZeroDivisionError" in actor.score(message)["error"]
 
 
 def test_settings_are_checked_before_anything_starts():

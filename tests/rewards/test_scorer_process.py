@@ -18,10 +18,8 @@ from flowalign.rewards.scorer import TOKEN
 from flowalign.types import MediaBatch, RewardOutput
 from flowalign.utils.errors import ConfigError
 from reward_models.wrappers.out_of_process import ScorerProcess
-from tests.fixtures.scorers import Mortal, Places
+from tests.fixtures.scorers import PLACES, Mortal, Places, batch_of, mortal_entry
 from tests.fixtures.zygote import python
-
-PLACES = {"class_path": "tests.fixtures.scorers.Places", "init_args": {"seconds": 0.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +28,10 @@ def quick_start(monkeypatch):
     monkeypatch.setattr(sys, "executable", python())
 
 
-def batch_of(count: int = 3) -> MediaBatch:
-    media = torch.rand(count, 1, 3, 8, 6, generator=torch.Generator().manual_seed(4))
-    return MediaBatch(media, [f"a {i}" for i in range(count)])
-
-
 def mortal(folder: Path, *dies_at: int, **settings) -> ScorerProcess:
     folder.mkdir(exist_ok=True)
     settings = {"dims": ["level"], "device": "cpu", "timeout": 30.0} | settings
-    about = {"folder": str(folder), "dies_at": list(dies_at)}
-    return ScorerProcess(
-        {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}, **settings
-    )
+    return ScorerProcess(mortal_entry(folder, *dies_at), **settings)
 
 
 def calls(folder: Path) -> list[list[int]]:
