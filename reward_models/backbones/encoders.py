@@ -8,9 +8,9 @@ Source: EfficientNet, arXiv:1905.11946v5.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -90,10 +90,15 @@ class _Towers(Encoder):
     """Pair of an image tower and a text tower; embeddings have length 1."""
 
     reads_prompts = True
-    towers: Towers
+    reader: ClassVar[Callable[[str], Towers]]
 
     def __init__(self, path: str):
         self.path, self.version = path, fingerprint_of(path)
+
+    def read(self) -> None:
+        """Read both towers, with their tokenizer."""
+        self.towers = type(self).reader(self.path)
+        self.module, self.settings = self.towers.model, repr(self.towers.preprocessing)
 
     def embed_images(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
         """Embed images in the common space."""
@@ -103,25 +108,17 @@ class _Towers(Encoder):
         """Embed prompts in the common space."""
         return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
 
-    def _take(self, towers: Towers) -> None:
-        self.towers, self.module = towers, towers.model
-        self.settings = repr(towers.preprocessing)
-
 
 class OpenClip(_Towers):
     """Open_clip model in a folder with `open_clip_config.json` and safetensors."""
 
-    def read(self) -> None:
-        """Read both towers, with the tokenizer that the config names."""
-        self._take(read_open_clip_folder(self.path))
+    reader = staticmethod(read_open_clip_folder)
 
 
 class HuggingFaceClip(_Towers):
     """Hugging Face CLIP or SigLIP model in a folder or hub repository."""
 
-    def read(self) -> None:
-        """Read both towers."""
-        self._take(read_hugging_face(self.path))
+    reader = staticmethod(read_hugging_face)
 
 
 class EfficientNet(Encoder):

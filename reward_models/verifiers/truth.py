@@ -18,7 +18,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.backbones.detection import Detection, Detector
 from reward_models.backbones.reward_bases import BatchScores, ScreenedReward
 from reward_models.verifiers import shapes, words
-from reward_models.verifiers.shapes import COLOURS, SHAPES, find_objects
+from reward_models.verifiers.shapes import SHAPES, find_objects
 
 
 class ShapesDetector(Detector):
@@ -41,18 +41,10 @@ class ShapesDetector(Detector):
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
         """Segment the image and return its regions with their colours."""
         objects = find_objects(picture[None].float().cpu())
-        centre, half = objects.centre[0], objects.half[0]
+        centre, half = (part[0, objects.present[0]] for part in (objects.centre, objects.half))
         boxes = torch.cat([centre - half, centre + half], 1) + 0.5  # edges, not pixel centres
-        scores = objects.fit * objects.purity
-        return [
-            Detection(
-                SHAPES[int(objects.shape[0, k])],
-                float(scores[0, k]),
-                tuple(boxes[k].tolist()),
-                list(COLOURS)[int(objects.colour[0, k])],
-            )
-            for k in objects.present[0].nonzero().flatten().tolist()
-        ]
+        found = zip(objects.kinds(0), objects.quality(0).tolist(), boxes.tolist(), strict=True)
+        return [Detection(shape, q, tuple(box), colour) for (colour, shape), q, box in found]
 
 
 ELSEWHERE = 0.5
