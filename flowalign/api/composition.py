@@ -137,7 +137,6 @@ def find_model_file(policy: type[Policy], path: str) -> str:
         if model.get("class_path") == f"pipelines.{policy.__name__}":
             return file
     similar = "wan21_1_3b" if loaded_pipe.accepts(policy, "video") else "sd35_medium"
-    similar = "sd15" if loaded_pipe.accepts(policy, "prediction") else similar
     return next(file for file in files if Path(file).stem == similar)
 
 
