@@ -99,17 +99,12 @@ def save_for_peft(
     _, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
     config, trained = denoiser.peft_config[TRAINED], adapter_tensors(denoiser)
-    cast = {n: t.to(dtype) for n, t in trained.items()}
-    copies = {_PEFT_PREFIX + n: t for n, t in (cast | alphas(config, trained)).items()}
-    save_file(copies, where / PEFT_FILE, {"format": "pt"})
+    copies = {n: t.to(dtype) for n, t in trained.items()}
+    layers = {n.partition(".lora_")[0] for n in trained}
+    copies |= {f"{n}.alpha": torch.tensor(float(config.lora_alpha)) for n in layers}  # for ComfyUI
+    save_file({_PEFT_PREFIX + n: t for n, t in copies.items()}, where / PEFT_FILE, {"format": "pt"})
     plain = _plain(config) | {"inference_mode": True}
     (where / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def alphas(config: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return alpha of every adapted layer under the key that ComfyUI reads."""
-    layers = {name.partition(".lora_")[0] + ".alpha" for name in names}
-    return {name: torch.tensor(float(config.lora_alpha)) for name in layers}
 
 
 def _plain(config: Any) -> dict[str, Any]:

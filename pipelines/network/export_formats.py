@@ -17,7 +17,6 @@ from pipelines.network.adapter_files import (
     adapter_keys,
     adapter_place,
     adapter_tensors,
-    alphas,
     check_formula,
     load_into_pipeline,
     save_for_diffusers,
@@ -135,8 +134,8 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
         keys = {own: f"{prefix}.{own}" for own in trained}
     tensors = {keys[own]: tensor.to(dtype) for own, tensor in trained.items()}
     layers = {re.split(r"[._]lora[._]", key)[0] for key in tensors}
-    alpha = next(iter(alphas(network.peft_config["default"], ["any.lora_A"]).values()))
-    tensors |= {f"{layer}.alpha": alpha.clone() for layer in layers}
+    alpha = float(network.peft_config["default"].lora_alpha)
+    tensors |= {f"{layer}.alpha": torch.tensor(alpha) for layer in layers}
     save_file(tensors, where / COMFYUI_FILE, {"format": "pt"})
     back = load_file(where / COMFYUI_FILE)
     if any(not torch.equal(back[key], tensor) for key, tensor in tensors.items()):
