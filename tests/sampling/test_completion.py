@@ -13,18 +13,12 @@ from flowalign.types.trajectory import Completion, take_rows
 from flowalign.utils.costs import Costs
 from tests.fixtures.credited import judged
 from tests.fixtures.embedded import new_sd3
-from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.pixel import PixelPolicy, moving_policy
 from tests.fixtures.training import new_learner, new_recipe, new_rewards
 
 T = 5
 EVERY = Completion()
 COARSE, ONE = Completion(stride=2), Completion(max_steps=1)
-
-
-def moving_policy() -> PixelPolicy:
-    policy = PixelPolicy()
-    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(3))
-    return policy
 
 
 def trajectory_of(policy: PixelPolicy, finish=(), steps=range(T - 1), **sampling) -> Trajectory:

@@ -20,7 +20,7 @@ from flowalign.sampling.calibration import Calibration, read_calibration
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient.calibrate import draws
 from flowalign.types.trajectory import Completion
-from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.pixel import Redness, moving_policy
 from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 
 
@@ -34,12 +34,6 @@ class Mortal(Redness):
         if Mortal.left < 0:
             raise KeyboardInterrupt
         return super().score(batch)
-
-
-def moving_policy() -> PixelPolicy:
-    policy = PixelPolicy()
-    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(3))
-    return policy
 
 
 def new_run(folder: Path, reward=None, recipe=None, **changes) -> Run:

@@ -18,9 +18,9 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from flowalign.utils.tracking import read_metrics
 from tests.fixtures.credited import judged
-from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.pixel import PixelPolicy, moving_policy
 from tests.fixtures.run_files import CONFIGS, loaded
-from tests.fixtures.training import flat, new_learner, new_rewards, train
+from tests.fixtures.training import flat, new_learner, new_rewards, rise, train
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +29,6 @@ OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain
 """Methods with a reward on the policy's first blocks, which the one-pixel policy lacks."""
 OF_PIXELS = [path for path in METHODS if path not in OF_BLOCKS]
 THREE = ("a", "bb", "ccc")
-
-
-def moving_policy() -> PixelPolicy:
-    policy = PixelPolicy()
-    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(3))
-    return policy
 
 
 def recipe_of(path: Path):
@@ -115,10 +109,7 @@ def test_it_moves_the_weights_towards_the_reward(recipe):
     before = flat(learner.policy.denoiser)
     metrics = train(recipe, learner, steps=12)
     assert not torch.equal(flat(learner.policy.denoiser), before)
-    early, late = (
-        sum(m["reward/redness"] for m in part) / 3 for part in (metrics[:3], metrics[-3:])
-    )
-    assert late > early + 0.3
+    assert rise(metrics) > 0.3
 
 
 def test_dynamic_treerpo_raises_the_reward_of_the_toy_model(tmp_path):

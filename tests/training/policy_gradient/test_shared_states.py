@@ -23,7 +23,7 @@ from flowalign.types import Setup, Sharding, plain_requests
 from flowalign.types.losses import first_of_each
 from flowalign.utils.costs import Costs
 from tests.fixtures.credited import judged
-from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.pixel import PixelPolicy, moving_policy
 from tests.fixtures.training import (
     PROMPTS,
     as_recipe,
@@ -45,12 +45,6 @@ SHARED = {
     "nothing": (new_recipe(WINDOW), [4, 4]),
 }
 """Recipes, and the states of a prompt that the two trained steps leave."""
-
-
-def moving_policy() -> PixelPolicy:
-    policy = PixelPolicy()
-    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(3))
-    return policy
 
 
 def gradient(recipe, learner, batch, size: int, *, sharing: bool) -> Tensor:

@@ -21,7 +21,7 @@ from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.types import Batch
 from tests.fixtures.credited import judged
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, rise, train
 
 pytestmark = pytest.mark.slow
 
@@ -225,9 +225,7 @@ def test_preferences_raise_a_reward_whatever_the_credit(sampling, recipe, refere
     steps, rate = (14, 3e-2) if reference == "old" else (40, 1e-2)  # the reference holds back
     cfg = new_recipe(sampling, algorithm=algorithm, **recipe)
     metrics = train(cfg, new_learner(learning_rate=rate), steps=steps)
-    early = sum(m["reward/redness"] for m in metrics[:3]) / 3
-    late = sum(m["reward/redness"] for m in metrics[-3:]) / 3
-    assert late > early + 0.2
+    assert rise(metrics) > 0.2
     assert all(math.isfinite(v) for m in metrics for v in m.values())
     assert metrics[0]["check/ratio_drift_0"] < 1e-5
     assert ("check/kl_gradient" in metrics[0]) == (reference == "reference")
@@ -238,9 +236,3 @@ def test_a_step_without_a_difference_changes_nothing():
     before = flat(learner.policy.denoiser)
     assert update(cfg, learner, batch, 0, 0) == {}
     assert torch.equal(flat(learner.policy.denoiser), before)
-
-
-@pytest.mark.parametrize("given", [{"beta": 0.0}, {"ratio_clip": 0.0}, {"ratio_clip": 1.0}])
-def test_preferences_that_teach_nothing_are_refused(given):
-    with pytest.raises(ValueError, match=next(iter(given))):
-        StepDPO(**given)
