@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flowalign.functional.advantage import group_mean
 from flowalign.functional.rating import Regression
-from flowalign.types.ranges import Decay, PositiveFloat, PositiveInt, require_ranges
+from flowalign.types.ranges import Decay, PositiveFloat, PositiveInt, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
+class Critic(Settings, key="critic"):
     """Settings of the ridge regressions of outcomes on features, one per denoising step.
 
     The regressions predict differences between the samples of a prompt, because advantages compare
@@ -33,10 +33,6 @@ class Critic:
     about 20 steps."""
     width: PositiveInt = 128
     """Largest number of features. Wider features are projected to this width at random."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "critic")
 
     def start(self) -> "FittedCritic":
         """Return the unfitted critic."""

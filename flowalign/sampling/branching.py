@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import SharedRows
-from flowalign.types.ranges import NonNegativeInt, PositiveFloat, Range, require_ranges
+from flowalign.types.ranges import NonNegativeInt, PositiveFloat, Range, Settings
 
 Children = Annotated[int, Range(least=2, most=100_000)]
 """Number of states that one state splits into."""
@@ -57,7 +57,7 @@ class Chain(Branching):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree(Branching):
+class Tree(Branching, Settings, key="branching"):
     """Tree that splits every state into `children` states at some steps.
 
     Sources: BranchGRPO, arXiv:2509.06040v5, splits at steps 0, 3, 6, 9; TreeGRPO, arXiv:2512.08153,
@@ -77,10 +77,6 @@ class Tree(Branching):
     sqrt(1 + s^2). This keeps each draw a standard normal, while the released code rescales the
     noise. BranchGRPO: 4. Null: no shared noise."""
 
-    def __post_init__(self) -> None:
-        """Reject fewer than 2 children, and noise settings out of range."""
-        require_ranges(self, "branching")
-
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:
         """Return a tree with children^levels leaves."""
@@ -96,7 +92,7 @@ class Tree(Branching):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comb(Branching):
+class Comb(Branching, Settings, key="branching"):
     """Comb: at every window step, samples branch off one shared trajectory, the trunk.
 
     The step at which they branch off causes all differences between the `children` of a step.
@@ -112,10 +108,6 @@ class Comb(Branching):
     """Whether the trunk is stochastic and its branches reuse its later noise. The trunk is then one
     of the children of every step, and values are unbiased for the stochastic policy. False: trunk
     and completions are ODE paths, which measure another policy."""
-
-    def __post_init__(self) -> None:
-        """Reject fewer than 2 children."""
-        require_ranges(self, "branching")
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> BranchLayout:

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowalign.training.learner import Learner
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, require_ranges
+from flowalign.types.ranges import NonNegativeInt, PositiveInt, Settings
 from flowalign.utils.files import digest_file, sync_file, sync_tree
 from flowalign.utils.imports import LazyModule
 
@@ -52,7 +52,7 @@ _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class Checkpoints(Settings, key="checkpoints"):
     """Schedule of checkpoints; the last step is always saved."""
 
     every: PositiveInt = 50
@@ -62,10 +62,6 @@ class Checkpoints:
     verify: Literal["never", "first_and_last", "always"] = "first_and_last"
     """Checkpoints to verify by loading them in the model's pipeline and comparing the outputs,
     which must be equal. first_and_last: the first and the final one of the run."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "checkpoints")
 
 
 def list_by_step(root: Path) -> list[Path]:

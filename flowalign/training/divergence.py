@@ -31,7 +31,7 @@ from flowalign.types import (
     RewardModel,
     VelocityField,
 )
-from flowalign.types.ranges import Range, UnitInterval, require_ranges
+from flowalign.types.ranges import Range, Settings, UnitInterval
 from flowalign.utils.files import atomic_write
 from flowalign.utils.seeds import generator
 
@@ -182,7 +182,7 @@ _SIGNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleBounds:
+class SampleBounds(Settings, key="evaluation.bounds"):
     """Bounds of the diversity and sharpness of held-out samples, relative to the initial model.
 
     A quantity that was 0 or not measured before training gives no warning.
@@ -196,10 +196,6 @@ class SampleBounds:
     most_sharpness: Annotated[float, Range(least=1)] = 1.5
     """Largest sharpness, relative to the initial model. For comparison, guidance 2.5 raises the
     sharpness of Shapes to 1.21, and noise of 0.05 raises it to 2.06."""
-
-    def __post_init__(self) -> None:
-        """Reject bounds outside their ranges."""
-        require_ranges(self, "evaluation.bounds")
 
     def warnings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
         """Return a warning for each quantity out of bounds, by name, from two evaluations."""

@@ -18,14 +18,14 @@ from flowalign.types.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Settings,
     UnitInterval,
-    require_ranges,
 )
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ema:
+class Ema(Settings, key="ema"):
     """Settings of averaged weights, which are evaluated and saved with the current weights."""
 
     decay: Decay = 0.9
@@ -33,13 +33,9 @@ class Ema:
     every: PositiveInt = 1
     """Number of optimizer updates between two averagings. Flow-GRPO's code: 8."""
 
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "ema")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
+class Ramp(Settings, key="decay"):
     """Schedule of an average's decay: constant for `flat` averagings, then a linear ramp.
 
     The decay of averaging n, counted from 1, is `start` if n <= flat, else min(start + (n - flat)
@@ -55,10 +51,6 @@ class Ramp:
     """Increase of the decay per averaging on the ramp."""
     highest: Decay
     """Upper bound of the decay on the ramp, in [0, 1)."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "decay")
 
     def at(self, n: int) -> float:
         """Return the decay of averaging n, counted from 1."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
-from typing import Annotated, Any, Literal, NewType, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NewType, TypeAlias
 
 LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -93,6 +93,21 @@ def require_ranges(settings: object, name: str = "") -> None:
     """
     for key, what in find_errors(vars(settings), type(settings)):
         raise ValueError(f"{name}.{key} is {what}".removeprefix("."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of settings that check their numbers; `key` is their key in run files."""
+
+    _key: ClassVar[str] = ""
+
+    def __init_subclass__(cls, key: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._key = key or cls._key
+
+    def __post_init__(self) -> None:
+        """Reject settings outside their ranges."""
+        require_ranges(self, self._key)
 
 
 def find_wrong_arguments(

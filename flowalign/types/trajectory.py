@@ -9,12 +9,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.transition import Kernel
-from flowalign.types.ranges import PositiveInt, require_ranges
+from flowalign.types.ranges import PositiveInt, Settings
 from flowalign.types.request import Request, prompts_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(Settings, key="completion"):
     """Settings of the ODE that completes an intermediate state."""
 
     max_steps: PositiveInt | None = None
@@ -29,10 +29,6 @@ class Completion:
     weights: Literal["policy", "ema", "reference"] = "policy"
     """Weights that drive the ODE. Only `policy` with guidance `same` is batched with the rollout,
     which saves one evaluation per state."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "completion")
 
     @property
     def follows_rollout(self) -> bool:

@@ -25,7 +25,7 @@ from flowalign.training.reference import (
     guide,
 )
 from flowalign.types import Policy, VelocityField
-from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt, require_ranges
+from flowalign.types.ranges import Decay, GuidanceScale, PositiveInt, Settings, require_ranges
 
 AverageName = Literal["reference", "old", "anchor", "behaviour"]
 """Name of an average of the policy's weights in `Learner.averages`. old: the old policy of a loss.
@@ -121,16 +121,12 @@ class EMAReference(ReferenceModel, Average):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeriodicCopy(ReferenceModel):
+class PeriodicCopy(ReferenceModel, Settings, key="reference"):
     """Copy of the policy that is renewed every `every` updates (iterative DPO)."""
 
     equals_policy = True  # the reference starts as a copy
     every: PositiveInt = 40
     """Number of updates between two copies."""
-
-    def __post_init__(self) -> None:
-        """Reject an `every` below 1."""
-        require_ranges(self, "reference")
 
     @override
     def field(self, learner: Learner) -> VelocityField:

@@ -30,8 +30,8 @@ from flowalign.types.ranges import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Settings,
     UnitInterval,
-    require_ranges,
 )
 
 Schedule = Callable[[int], Float[Tensor, "S"]]
@@ -98,7 +98,7 @@ class Uniform(Times):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitNormal(Times):
+class LogitNormal(Times, Settings, key="times"):
     """Distribution of sigma as sigmoid(mean + std * normal), with the timestep shift of SD3.
 
     Source: SD3, arXiv:2403.03206; sigma -> shift * sigma / (1 + (shift - 1) * sigma). Flow-GRPO's
@@ -111,10 +111,6 @@ class LogitNormal(Times):
     """Standard deviation of the normal distribution, above 0."""
     shift: PositiveFloat = 1.0
     """Timestep shift of SD3, above 0. 1: none."""
-
-    def __post_init__(self) -> None:
-        """Reject a std or shift that is not positive."""
-        require_ranges(self, "times")
 
     @override
     def highest(self, schedule: Schedule) -> float:
@@ -244,7 +240,7 @@ class VisitedStates(ForwardNoise):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidedStep(StateSource):
+class GuidedStep(StateSource, Settings, key="recipe.states"):
     """Noised latents, and states that are reached from them by one step of the policy (SOAR).
 
     From the noised latent, the policy takes one guided Euler step without gradient. The reached
@@ -264,10 +260,6 @@ class GuidedStep(StateSource):
     """Number of sampler steps, which defines the length of the step."""
     weight: PositiveFloat = 1.0
     """Weight of the error at a further state, relative to the error at the noised latent."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.states")
 
     @property
     @override

@@ -9,7 +9,13 @@ from torch import Tensor
 from flowalign.functional.advantage import most_uncertain, reward_uncertainty
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.types.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
+from flowalign.types.ranges import (
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    UnitInterval,
+    require_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ class UncertaintyGate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResetReference:
+class ResetReference(Settings, key="recipe.reference"):
     """Reference of the KL that is replaced by the policy when it is too far away or too old.
 
     Source: GARDO, arXiv:2512.24138, Algorithm 1.
@@ -63,10 +69,6 @@ class ResetReference:
     """KL above which the reference is replaced after a step."""
     every: PositiveInt = 100
     """Number of updates after which the reference is replaced in any case."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.reference")
 
     def follow(self, learner: Learner) -> "MovingReference":
         """Replace the learner's reference by a copy of its weights."""

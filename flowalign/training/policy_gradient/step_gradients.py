@@ -24,14 +24,14 @@ from flowalign.training.engine import Term
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term, rows_of
 from flowalign.types import Batch, PolicyLoss
-from flowalign.types.ranges import PositiveFloat, UnitInterval, require_ranges
+from flowalign.types.ranges import PositiveFloat, Settings, UnitInterval
 
 Quantity = Literal["gradient", "update"]
 _TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredWeight:
+class MeasuredWeight(Settings, key="recipe.step_weight"):
     """Settings of step weights that maximise the signal-to-noise ratio of the gradient.
 
     The weights are updated during training. The gradient of each step is computed with equal
@@ -52,10 +52,6 @@ class MeasuredWeight:
     """Starting weights, used while there are few measurements. noise: 1 / sqrt(noise), which is
     optimal if all steps have the same signal-to-noise ratio; 1 before the first measurement. Also:
     another rule, or a number for each denoising step."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "recipe.step_weight")
 
     def weights(
         self, averages: "Averages", start: Float[Tensor, "T"], trained: Bool[Tensor, "T"]

@@ -30,7 +30,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, Pareto
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Request, StepCredit
-from flowalign.types.ranges import UnitInterval, require_ranges
+from flowalign.types.ranges import Settings, UnitInterval
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def check_map(key: str, name: str, rewards: Rewards) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardMap:
+class RewardMap(Settings, key="spatial"):
     """Advantages of places by the map of a reward, which may have weight 0.
 
     SRUM, arXiv:2510.12784, weights errors by such maps; its use in the ratio of GRPO is our choice.
@@ -271,10 +271,6 @@ class RewardMap:
     the map. compare: the map is a reward of each place, compared within the group."""
     blend: UnitInterval = 1.0
     """Share of the map in the advantage. 0: the sample's advantage at all places."""
-
-    def __post_init__(self) -> None:
-        """Reject settings outside their ranges."""
-        require_ranges(self, "spatial")
 
     def check(self, key: str, rewards: Rewards) -> None:
         """Raise ValueError if the reward has no map; `key` is for messages."""
