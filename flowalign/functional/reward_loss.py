@@ -24,6 +24,15 @@ def bradley_terry(a: Scores, b: Scores, target: Scores) -> Scores:
     return _cross_entropy(logsigmoid(a - b), logsigmoid(b - a), target)
 
 
+def margin(a: Scores, b: Scores, target: Scores, by: float | Scores = 0.57) -> Scores:
+    """Return the Bradley-Terry loss with a required margin: -log sigmoid(lead - by).
+
+    Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of the
+    annotators' ratings, better minus worse.
+    """
+    return _cross_entropy(logsigmoid(a - b - by), logsigmoid(b - a - by), target)
+
+
 def bt_with_ties(a: Scores, b: Scores, target: Scores, log_k: Float[Tensor, "..."]) -> Scores:
     """Return the negative log-likelihood of the labels under Bradley-Terry with ties.
 

@@ -13,6 +13,7 @@ from flowalign.functional.advantage import (
     compare_places,
     favour_diversity,
     group_center,
+    group_mean,
     most_uncertain,
     nearest_distance,
     nft_of_places,
@@ -69,6 +70,18 @@ def test_leave_one_out_subtracts_the_mean_of_the_others_whatever_the_size_of_the
     got = group_center(VALUE, GROUP, "leave_one_out", eps=0.5, correction=correction)
     first = [1 - 4.0, 10 - 14.0, 2 - 3.5, 14 - 10.0, 6 - 1.5]
     assert_close(got, torch.tensor([first, [-1.5, 0.0, -1.5, 0.0, 3.0]]).T)
+
+
+def test_joint_pools_what_group_ids_pool():
+    """One id for all: mean 6.6 and variance 119.2 / 5."""
+    got = group_center(VALUE[:, :1], torch.zeros(5, dtype=torch.int64), "joint", eps=0.0)
+    assert_close(got, (VALUE[:, :1] - 6.6) / (119.2 / 5) ** 0.5)
+
+
+def test_group_mean_by_hand():
+    index = torch.tensor([1, 0, 1, 0, 1])
+    expected = [[3.0, 1.0], [12.0, 7.0], [3.0, 1.0], [12.0, 7.0], [3.0, 1.0]]
+    assert group_mean(VALUE, index).tolist() == expected
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -215,6 +228,15 @@ def test_advantages_follow_a_permutation_of_the_samples(order, scale, combined):
 
 
 @quick
+@given(ids=st.permutations([0, 3, 11, 400]))
+def test_only_the_equality_of_ids_matters(ids):
+    group = (GROUP == 5).long()
+    renamed = torch.tensor(ids)[group]
+    for scale in SCALES:
+        assert_close(group_center(VALUE, renamed, scale), group_center(VALUE, GROUP, scale))
+
+
+@quick
 @given(shift=st.floats(-5, 5), factor=st.floats(0.1, 10))
 def test_group_scale_ignores_shift_and_scale_of_each_group(shift, factor):
     value = VALUE[:, :1].double()
@@ -251,6 +273,15 @@ def test_flow_grpo_advantages_of_two_rewards_match_the_recording(golden):
     both = torch.stack([golden["rewards"], golden["rewards2"]], 1)
     got = group_center(both, golden["group"], "group")
     assert_close(got, golden["flow_grpo.two_dim"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("combine", ["sum_of_advantages", "advantage_of_sum"])
+def test_advantages_of_one_reward_are_those_of_flow_grpo(combine, golden):
+    """Rows laid out as 10 samples of 3 transitions."""
+    value, group = golden["rewards"].reshape(10, 3, 1), golden["group"].reshape(10, 3)
+    mask, weights = torch.ones(10, 3, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
+    got = advantages(value, group, mask, weights, combine=combine)
+    assert_close(got.flatten(), golden["flow_grpo.group_std"], rtol=1e-9, atol=1e-12)
 
 
 def test_dance_advantages_match_the_recording(golden):
@@ -304,8 +335,16 @@ MAIN, AUXILIARY = tensor([0.9, 0.1, 0.5, 0.7]), tensor([[0.1], [0.9], [0.5], [0.
 def test_uncertainty_is_high_where_only_the_optimized_reward_likes_a_sample():
     """Eq. (7); the gate of the released code is -3, 3, 0, 0 in ranks."""
     assert_close(reward_uncertainty(MAIN, AUXILIARY), tensor([1.0, -1.0, 0.0, 0.0]))
-    gated = most_uncertain(reward_uncertainty(MAIN, AUXILIARY), 0.25)
-    assert gated.tolist() == [True, False, False, False]
+    assert most_uncertain(reward_uncertainty(MAIN, AUXILIARY), 0.25).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_monotone_copy_of_the_reward_has_no_uncertainty():
+    assert reward_uncertainty(MAIN, MAIN[:, None].exp()).abs().max() == 0
 
 
 def test_ties_win_nothing_and_a_failed_reward_is_not_gated():
@@ -314,6 +353,12 @@ def test_ties_win_nothing_and_a_failed_reward_is_not_gated():
     assert failed.isnan().tolist() == [True, False, False]
     assert not most_uncertain(failed, 0.5)[0]
     assert most_uncertain(failed, 1.0).all()
+
+
+def test_without_ties_the_batch_mean_is_zero():
+    generator = torch.Generator().manual_seed(0)
+    main, auxiliary = torch.randn(64, generator=generator), torch.randn(64, 2, generator=generator)
+    assert_close(reward_uncertainty(main, auxiliary).mean(), tensor(0.0), atol=1e-6, rtol=0)
 
 
 def test_duplicates_earn_nothing_and_bad_samples_stay_as_they_are():

@@ -101,6 +101,11 @@ def test_the_figures_of_videoalign(case):
         assert without == pytest.approx(case["without_ties"], abs=1e-12)
 
 
+def test_the_recorded_cases_differ_from_the_optimum_in_both_directions():
+    differences = [case["with_ties"] - case["exhaustive_optimum"] for case in CASES]
+    assert min(differences) < 0 < max(differences)
+
+
 def test_a_held_out_threshold_is_chosen_on_the_other_fold():
     """Fold 0 alone would choose 1 (2 right), fold 1 chooses none: it judges fold 0, and back."""
     lead, human, fold = t(1, -5, 0.5, -2), ints(0, -1, 1, -1), ints(0, 0, 1, 1)
@@ -108,6 +113,19 @@ def test_a_held_out_threshold_is_chosen_on_the_other_fold():
     assert agreement.best_tie_threshold(lead[2:], human[2:]) == (1.0, 0.0)
     # Fold 0 without ties: the second of two. Fold 1 with ties up to 1: the second of two.
     assert held_out_accuracy(lead, human, fold) == 2 / 4
+
+
+def test_on_noise_the_chosen_threshold_is_optimistic_and_the_held_out_one_is_not():
+    """Three outcomes, a third each, and scores that know nothing: the truth is 1/3."""
+    chosen, held = [], []
+    for seed in range(200):
+        g = seeded(seed)
+        lead, human = torch.randn(24, generator=g), torch.randint(-1, 2, (24,), generator=g)
+        chosen.append(agreement.best_tie_threshold(lead, human).accuracy)
+        fold = agreement.folds(torch.arange(24), 2, g)
+        held.append(held_out_accuracy(lead, human, fold))
+    assert sum(chosen) / 200 > 0.40
+    assert sum(held) / 200 == pytest.approx(1 / 3, abs=0.03)
 
 
 def test_of_nothing_nothing_is_known():

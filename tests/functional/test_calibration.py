@@ -183,3 +183,30 @@ def test_the_fixed_point_of_the_damped_rule_does_not_depend_on_the_number_of_sam
     last = damped(torch.full((400,), 3.0, dtype=torch.float64), counts, 100)[-1]
     assert_close(last.log().mean(), levels(ROOT).log()[0], rtol=0, atol=0.03)
     assert last.log().std() < 0.25 / num**0.5
+
+
+def test_the_damped_rule_raises_noise_that_helps_where_the_papers_lowers_it():
+    counts = torch.tensor([18]), torch.tensor([6])
+    psi = levels(0.5)
+    assert damped_rule(psi, *counts, iteration=0, tolerance=0.2, step=1.0, floor=1e-3) > psi
+    assert paper_rule(psi, *counts, threshold=2.0, step=0.01, floor=1e-3) < psi
+
+
+@pytest.mark.parametrize("start", [1.005, 0.105])
+def test_the_papers_rule_oscillates_by_its_step_for_ever(start):
+    """A difference of 200,000 in a million is 40 % positive gains, the same boundary."""
+    path = paper(levels(start), expected(flat), 400, threshold=2e5)
+    assert_close(path[-100:].diff(dim=0).abs(), torch.full((99, 1), 0.01, dtype=torch.float64))
+    assert sorted({round(float(psi), 6) for psi in path[-100:]}) == [0.295, 0.305]
+
+
+@pytest.mark.parametrize(
+    ("num", "falls"), [(5, False), (7, False), (8, True), (9, True), (24, True)]
+)
+def test_the_papers_rule_falls_to_the_floor_where_counts_are_noisy(num, falls):
+    """Perfect balance, threshold 2: P(raise) is 70 / 128 for N = 7 and 252 / 512 for N = 9."""
+    raised = sum(math.comb(num, i) for i in range(num + 1) if abs(2 * i - num) < 2) / 2**num
+    assert (raised < 0.5) == falls
+    counts = drawn(lambda psi: torch.full_like(psi, 0.5), num, torch.Generator().manual_seed(0))
+    path = paper(torch.full((500,), 0.5, dtype=torch.float64), counts, 50)
+    assert_close(path[-1].mean(), levels(0.5 + 50 * 0.01 * (2 * raised - 1))[0], rtol=0, atol=0.01)

@@ -11,11 +11,28 @@ from flowalign.functional.degradation import student_quantile, variance_of_lapla
 from flowalign.functional.resampling import smallest_difference
 
 
-@pytest.mark.parametrize("dof", [1, 2, 10, 120, 100_000])
-def test_tails_of_student_are_those_of_scipy(dof):
-    t = torch.tensor([-3.0, 0.0, 1.5, 5.0])
-    tails = degradation.student_tail(t, dof).tolist()
-    assert tails == pytest.approx(stats.t.sf(t.numpy(), dof).tolist(), rel=2e-3)
+@pytest.mark.parametrize(
+    ("dof", "t", "tail"),
+    [  # tables of Student's t, upper tails
+        (1, 1.0, 0.25),
+        (1, 12.706, 0.025),
+        (2, 4.303, 0.025),
+        (10, 2.764, 0.01),
+        (30, 3.646, 0.0005),
+        (120, 1.980, 0.025),
+    ],
+)
+def test_tails_of_student(dof, t, tail):
+    upper, lower = degradation.student_tail(torch.tensor([t, -t]), dof).tolist()
+    assert upper == pytest.approx(tail, rel=1e-3)
+    assert upper + lower == pytest.approx(1)
+    assert degradation.student_quantile(tail, dof) == pytest.approx(t, rel=1e-3)
+
+
+def test_small_tails_are_accurate():
+    exact = 0.5 * math.erfc(5.0 / 2**0.5)  # the normal limit
+    far = float(degradation.student_tail(torch.tensor(5.0), 100_000))
+    assert far == pytest.approx(exact, rel=2e-2)
 
 
 def test_levels_of_a_run_add_up_to_the_false_alarm_rate():
@@ -45,8 +62,10 @@ def test_skewness_is_corrected_by_hand_and_only_against_alarms():
 def test_skewed_differences_give_few_false_alarms():
     g = torch.Generator().manual_seed(0)
     skewed = torch.empty(40_000, 48).exponential_(generator=g) - 1
-    limit = -degradation.student_quantile(0.0015, 47)
-    plain = skewed.mean(1) / skewed.std(1) * 48**0.5
+    limit, plain = (
+        -degradation.student_quantile(0.0015, 47),
+        skewed.mean(1) / skewed.std(1) * 48**0.5,
+    )
     rates = [float((t < limit).float().mean()) for t in (plain, degradation.corrected_t(skewed))]
     assert rates[0] > 6 * 0.0015
     assert rates[1] < 2.5 * 0.0015
@@ -119,6 +138,19 @@ def grey(rows):
     return torch.tensor(rows)[None, None, None].expand(1, 1, 3, -1, -1).double()
 
 
+def checked():
+    """Images of one bright square each, in different positions and sizes."""
+    media = torch.full((2, 1, 3, 16, 16), 0.2, dtype=torch.float64)
+    media[0, :, 0, 3:9, 4:11] = 0.9
+    media[1, :, 1, 5:8, 2:14] = 0.7
+    return media
+
+
+def blurred(media):
+    frames = torch.nn.functional.avg_pool2d(media.flatten(0, 1), 3, stride=1, padding=1)
+    return frames.unflatten(0, media.shape[:2])
+
+
 def test_an_edge_is_worked_out_by_hand():
     """Rows (0, 0, 1, 1): the Laplacian is 0, 1, -1, 0, its mean 0 and its variance 1 / 2."""
     found = variance_of_laplacian(grey([[0.0, 0.0, 1.0, 1.0]] * 3))
@@ -144,6 +176,17 @@ def test_frames_of_a_clip_are_measured_one_by_one():
     point = grey([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     clip = torch.cat([point, 0 * point, 0.5 * point], dim=1)
     assert variance_of_laplacian(clip).tolist() == pytest.approx([20 / 9 * 1.25 / 3])
+
+
+def test_blur_lowers_it_and_noise_raises_it():
+    media, noise = checked(), torch.Generator().manual_seed(3)
+    sharp = variance_of_laplacian(media)
+    soft = variance_of_laplacian(blurred(media))
+    noisy = variance_of_laplacian(
+        media + 0.1 * torch.randn(media.shape, generator=noise, dtype=media.dtype)
+    )
+    assert (soft < 0.5 * sharp).all()
+    assert (noisy > 1.5 * sharp).all()
 
 
 def test_a_picture_of_one_pixel_has_no_edges():

@@ -70,6 +70,10 @@ def test_rows_have_their_own_levels_and_clips_their_own_frames():
     assert_close(both[0, 0, 0], both[0, 0, 1].flip(-1))
 
 
+def test_a_floor_of_one_weighs_all_places_alike():
+    assert_close(focus_weights(FIELD, tensor([0.3]), 1.0, 3), torch.ones_like(FIELD))
+
+
 # Maps of places: onto the grid of latents, to mean 1, and painted from boxes ----------------------
 
 
@@ -119,6 +123,23 @@ def test_soft_min_lies_between_minimum_and_mean_and_rises_with_temperature():
     assert_close(rising[:, 1, 0], torch.full((4,), 4.0))
     for t, value in zip((0.1, 0.5, 2.0, 10.0), rising, strict=True):
         assert (value <= low + t * math.log(3) + 1e-5).all()
+
+
+def test_soft_min_has_the_minimum_and_the_mean_as_limits():
+    assert_close(soft_min(SCORES, 1e-3), SCORES.amin(1), atol=2e-3, rtol=0)
+    assert_close(soft_min(SCORES, 1e4), SCORES.mean(1), atol=2e-3, rtol=0)
+
+
+def test_soft_min_moves_with_a_shift_and_scales_with_its_temperature():
+    assert_close(soft_min(SCORES + 7, 0.6), soft_min(SCORES, 0.6) + 7)
+    assert_close(soft_min(5 * SCORES, 3.0), 5 * soft_min(SCORES, 0.6))
+
+
+def test_the_gradient_of_soft_min_is_a_softmax_that_favours_bad_frames():
+    scores = SCORES.clone().requires_grad_()
+    soft_min(scores, 0.7)[:, 0].sum().backward()
+    assert_close(scores.grad[:, :, 0], torch.softmax(-SCORES[:, :, 0] / 0.7, 1))
+    assert (scores.grad[:, :, 1] == 0).all()
 
 
 @pytest.mark.parametrize("over", ["mean", "min", "soft_min"])

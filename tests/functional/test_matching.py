@@ -64,6 +64,20 @@ def test_a_state_is_the_mixture_of_data_and_noise_of_its_own_row():
     assert_close(add_noise(x0, noise, tensor([0.25, 0.9])), tensor([[2.0, 1.0], [6.6, 9.8]]))
 
 
+def test_states_of_videos_have_one_time_a_row_too():
+    x0, noise = torch.ones(2, 3, 4, 5, 6), torch.full((2, 3, 4, 5, 6), 3.0)
+    got = add_noise(x0, noise, tensor([0.0, 0.5]))
+    assert (got[0] == 1).all()
+    assert (got[1] == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "factor"), [("velocity", 1.0), ("noise", 0.4), ("data", 0.6), ("v", sqrt(0.52))]
+)
+def test_the_factor_of_each_space_is_this_number_at_sigma_06(space, factor):
+    assert float(space_factor(space, tensor([0.6]))) == pytest.approx(factor)
+
+
 def test_a_velocity_error_times_the_factor_is_the_error_of_the_variance_preserving_model():
     """From alpha and s only: the noise, data and v that a guess of the velocity implies."""
     for sigma in (0.05, 0.3, 0.5, 0.77, 0.95):
@@ -116,6 +130,11 @@ def test_a_mask_of_one_channel_is_that_of_all_channels_and_frames_share_it():
     residual[0, 1, 2] = tensor([[3.0, 4.0]])
     mask = tensor([1.0, 0.0]).reshape(1, 1, 1, 1, 2)
     assert_close(masked_error(residual, mask), tensor([(1 + 9) / 6]))
+
+
+def test_an_equal_mask_changes_nothing_whatever_its_size():
+    residual = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(1))
+    assert_close(masked_error(residual, torch.full((3, 1, 4, 5), 7.0)), sample_error(residual))
 
 
 # Draws --------------------------------------------------------------------------------------------
@@ -321,6 +340,13 @@ def test_the_odds_of_a_logit_normal_are_the_shift_times_those_of_the_normal():
     assert_close(sigma / (1 - sigma), 3 * (-0.4 + 0.7 * z).exp())
 
 
+@pytest.mark.parametrize(("shift", "median"), [(1.0, 0.5), (3.0, 0.75), (0.5, 1 / 3)])
+def test_the_median_of_a_shifted_logit_normal_is_shift_over_one_plus_shift(shift, median):
+    sigma = times(LogitNormal(shift=shift))
+    assert float(sigma.median()) == pytest.approx(median, abs=0.02)
+    assert 0 < float(sigma.min()) < float(sigma.max()) < 1
+
+
 def test_a_grid_has_the_levels_of_the_schedule_but_the_clean_end():
     sigma = times(SamplerGrid(num_steps=4))
     assert sigma.unique().tolist() == [0.25, 0.5, 0.75, 1.0]
@@ -333,6 +359,13 @@ def test_a_grid_can_begin_later_and_end_earlier():
         [0.6, 0.8]
     )
     assert times(SamplerGrid(num_steps=5, start=3)).unique().tolist() == pytest.approx([0.2, 0.4])
+
+
+def test_uniform_times_fill_their_range():
+    sigma = times(Uniform(low=0.3, high=0.9))
+    assert 0.3 <= float(sigma.min()) < 0.31
+    assert 0.89 < float(sigma.max()) <= 0.9
+    assert float(sigma.mean()) == pytest.approx(0.6, abs=0.01)
 
 
 @pytest.mark.parametrize(

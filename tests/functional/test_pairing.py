@@ -55,6 +55,11 @@ def test_a_gap_counts_from_its_minimum_on():
     assert pairs(pair_over_gap(total, 0.751)) == [(1, 0)]
 
 
+def test_all_pairs_come_in_the_order_of_their_positions():
+    found = pair_over_gap(tensor(3.0, 1.0, NAN, 3.0, 2.0))
+    assert pairs(found) == [(0, 1), (0, 4), (3, 1), (4, 1), (3, 4)]
+
+
 def test_a_dominating_medium_is_worse_in_no_dimension():
     scores = tensor([1.0, 5.0], [2.0, 5.0], [3.0, 4.75], [0.5, NAN])
     total = scores.nansum(1)
@@ -132,6 +137,22 @@ def test_every_two_far_enough_apart_are_a_pair_once_and_the_right_way_round(scor
     found = pairs(pair_over_gap(tensor(*scores), gap))
     assert len(found) == len(expected)
     assert set(found) == expected
+
+
+@given(SCORES)
+def test_dominance_over_one_dimension_is_the_gap_rule(scores):
+    column = tensor(*scores)[:, None]
+    assert pairs(pair_dominating(column, column[:, 0])) == pairs(pair_over_gap(column[:, 0]))
+
+
+@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9), st.integers(1, 5))
+def test_wider_gaps_never_come_later(gaps, count):
+    for divide in (stages_by_score, stages_by_rank):
+        stage = divide(tensor(*gaps), count)
+        assert stage.min() >= 0
+        assert stage.max() < count
+        order = tensor(*gaps).argsort(descending=True, stable=True)
+        assert (stage[order].diff() >= 0).all()
 
 
 def test_extremes_pair_the_second_best_with_the_second_worst_and_leave_out_equals_and_failures():

@@ -26,6 +26,7 @@ from flowalign.functional.preference_loss import (
     loser_scale,
     mapo,
     mapo_likelihood,
+    mapo_margin,
     relative_gap,
     scale_row_gradients,
     segment_margin,
@@ -49,6 +50,12 @@ def test_the_gap_is_the_rise_of_the_winner_s_error_less_that_of_the_loser():
     assert_close(relative_gap(POLICY, REFERENCE), tensor([-0.09, 0.05]))
 
 
+def test_the_gap_of_frames_is_that_of_each():
+    frames = torch.stack([POLICY, POLICY.flip(0)], 1)
+    flat = torch.stack([REFERENCE, REFERENCE.flip(0)], 1)
+    assert_close(relative_gap(frames, flat), tensor([[-0.09, -0.05], [0.05, 0.09]]))
+
+
 def test_the_margin_has_half_of_beta_and_favours_winners_that_fit_better():
     assert_close(implicit_margin(tensor([-0.09, 0.05]), 40.0), tensor([1.8, -1.0]))
 
@@ -66,12 +73,27 @@ def test_smoothing_mixes_in_the_loss_of_the_other_label():
     assert_close(sigmoid_link(z, 0.1), wanted)
 
 
+def test_smoothing_stops_the_margin_at_the_logit_of_a_right_label():
+    z = tensor([log(9.0), log(9.0) - 0.1, log(9.0) + 0.1], requires_grad=True)
+    at, before, beyond = gradient(sigmoid_link(z, 0.1), z)
+    assert_close(at, tensor(0.0), atol=1e-6, rtol=0.0)
+    assert before < -1e-3
+    assert beyond > 1e-3
+
+
 @pytest.mark.parametrize("z", [-1e4, 1e4])
 def test_the_sigmoid_link_is_finite_however_large_the_margin(z):
     margin = tensor([z], requires_grad=True)
     loss = sigmoid_link(margin, 0.1)
     assert loss.isfinite()
     assert gradient(loss, margin).isfinite()
+
+
+def test_ipo_is_beta_squared_times_the_loss_of_the_unscaled_margin():
+    """As published for log-ratios h: (h - 1/(2 beta))^2, with h = -gap / 2."""
+    gap, beta = tensor([-0.09, 0.05]), 7.0
+    published = (-gap / 2 - 1 / (2 * beta)).square()
+    assert_close(ipo_link(implicit_margin(gap, beta)), beta**2 * published)
 
 
 def test_scores_of_other_dimensions_take_from_the_margin():
@@ -95,6 +117,12 @@ def test_a_score_nobody_gave_is_refused_by_name():
         weighted_score({"motion": tensor([1.0])}, {"motion": 1.0, "sound": 2.0})
 
 
+@given(st.floats(1e-5, 1.0), st.floats(0.05, 0.45))
+def test_auto_beta_leaves_a_typical_right_pair_the_target_share_of_its_gradient(gap, target):
+    z = implicit_margin(tensor([-gap], dtype=torch.float64), auto_beta(gap, target))
+    assert (-z).sigmoid().item() == pytest.approx(target)
+
+
 def test_auto_beta_by_hand():
     """2 log 4 / .01."""
     assert auto_beta(0.01, 0.2) == pytest.approx(277.2589)
@@ -106,6 +134,12 @@ def test_segments_by_hand():
     gap = tensor([[0.02, 9.0, 0.05], [-0.03, 7.0, 8.0], [1.0, 2.0, 3.0]])
     labels = tensor([[1.0, 0.0, -1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert_close(segment_margin(gap, labels, 40.0), tensor([0.3, 0.6, 0.0]))
+
+
+def test_segments_all_for_the_winner_are_the_margin_of_the_whole():
+    gap = tensor([[0.02, 0.07, -0.05], [-0.03, 0.04, 0.11]])
+    z = segment_margin(gap, torch.ones(2, 3), 40.0)
+    assert_close(z, implicit_margin(gap.mean(1), 40.0))
 
 
 def test_linear_weights_by_hand_and_clipped_on_both_sides():
@@ -170,6 +204,15 @@ def test_likelihood_falls_from_one_and_is_finite_at_both_ends():
     assert likelihood[0].item() == 1
     assert (likelihood.diff() < 0).all()
     assert gradient(likelihood, error).isfinite().all()
+
+
+def test_the_margin_of_mapo_saturates_as_its_docstring_says():
+    """At the published scale and errors .5 and .6 only fine-tuning of the winner is left."""
+    policy = tensor([0.5, 0.6], dtype=torch.float64, requires_grad=True)
+    down = gradient(mapo(policy, 0.1, 1000.0, 0.5), policy)[1]
+    assert down.item() == pytest.approx(-3e-9, rel=0.05)
+    near = tensor([0.5, 0.52], dtype=torch.float64)
+    assert (-mapo_margin(near, 1000.0, 0.5)).sigmoid().item() == pytest.approx(0.01, rel=0.05)
 
 
 def test_kto_by_hand():

@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.functional import agreement, resampling
-from flowalign.functional.resampling import bootstrap, percentile_interval
+from flowalign.functional.resampling import bootstrap, mean, percentile_interval
+from tests.fixtures.recorded_benchmarks import GENEVAL, GENEVAL_TAGS, IMGEDIT
 
 
 def seeded(seed=0):
@@ -47,7 +48,10 @@ def test_weights_are_repeated_rows(case):
     share = (human + 1) / 2
     y = lead + human
     for fast, plain in (
-        (resampling.mean(lead, weight), lambda i: float(lead[i].mean())),
+        (
+            resampling.mean(lead, weight),
+            lambda i: float(lead[i].mean()),
+        ),
         (
             resampling.accuracy_without_ties(lead, human, weight),
             lambda i: agreement.accuracy_without_ties(lead[i], human[i]),
@@ -64,9 +68,34 @@ def test_weights_are_repeated_rows(case):
             resampling.calibration_error(lead, share, 4, weight),
             lambda i: agreement.reliability(lead[i], share[i], 4).error,
         ),
-        (resampling.spearman(lead, y, weight), lambda i: agreement.spearman(lead[i], y[i])),
+        (
+            resampling.spearman(lead, y, weight),
+            lambda i: agreement.spearman(lead[i], y[i]),
+        ),
     ):
         assert_close(fast, repeated(weight, plain))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Accuracy of coins with p = 0.7, 60 throws, in 95 % of intervals, here of 300."""
+    covered = 0
+    for seed in range(300):
+        g = seeded(seed)
+        won = torch.bernoulli(torch.full((60,), 0.7), generator=g)
+        low, high = resampling.bootstrap(
+            lambda w, won=won: resampling.mean(won, w), torch.arange(60), 200, g
+        )
+        covered += low <= 0.7 <= high
+    assert 0.90 <= covered / 300 <= 0.98
+
+
+def test_whole_clusters_are_drawn():
+    """Ten copies of each value tell no more than one: the interval is that of the originals."""
+    values = torch.randn(20, generator=seeded(5), dtype=torch.float64)
+    copies, cluster = values.repeat_interleave(10), torch.arange(20).repeat_interleave(10)
+    one = resampling.bootstrap(lambda w: resampling.mean(values, w), cluster[::10], 200, seeded())
+    ten = resampling.bootstrap(lambda w: resampling.mean(copies, w), cluster, 200, seeded())
+    assert ten == pytest.approx(one)
 
 
 def test_rows_of_a_cluster_come_all_with_it_and_as_many_clusters_as_there_are():
@@ -111,6 +140,24 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def test_geneval_averages_tags_not_images():
+    correct = tensor(*map(int, GENEVAL))
+    tags = torch.tensor(list(map(int, GENEVAL_TAGS)))
+    assert round(float(resampling.group_means(correct, tags, ONES).mean()), 5) == 0.28472
+    assert round(float(mean(correct, ONES)), 4) == 0.2917
+    by_tag = resampling.group_means(correct, tags, ONES)[0]
+    assert_close(by_tag, tensor(4 / 12, 3 / 12, 2 / 8, 3 / 8, 0, 2 / 4))
+
+
+def test_imgedit_rounds_before_and_after_averaging():
+    scores = torch.tensor([list(map(int, each)) for each in IMGEDIT.split()]).double()
+    single = resampling.round_cents(scores.mean(1))
+    assert_close(single[[5, 7, 13]], tensor(3.33, 2.67, 1.67), rtol=0, atol=0)
+    types = torch.arange(17) % 3
+    means = resampling.group_means(single, types, ONES[:, :17])[0]
+    assert resampling.round_cents(means).tolist() == [3.44, 2.39, 3.53]
+
+
 def test_a_weight_is_a_repeated_item():
     g = torch.Generator().manual_seed(0)
     x, group = torch.randn(12, generator=g).double(), torch.arange(12) % 3
@@ -118,7 +165,10 @@ def test_a_weight_is_a_repeated_item():
     for b, row in enumerate(weight):
         again = torch.arange(12).repeat_interleave(row.long())
         one = torch.ones(1, len(again), dtype=torch.float64)
-        for function, inputs in ((resampling.group_means, (x, group)), (resampling.spread, (x,))):
+        for function, inputs in (
+            (resampling.group_means, (x, group)),
+            (resampling.spread, (x,)),
+        ):
             repeated = function(*(each[again] for each in inputs), one)[0]
             assert_close(function(*inputs, weight)[b], repeated)
 
@@ -178,3 +228,13 @@ def test_stratified_intervals_of_group_means_cover_the_truth():
         lambda x, weight: [resampling.group_means(one, group, weight).mean(1) for one in x],
     )
     assert 0.93 <= found <= 0.97
+
+
+def test_paired_differences_find_an_improvement_and_no_null_change():
+    """Models differ by a fifth of the prompts: unpaired resamples would not see a change of 0.1."""
+    change = 0.2 * simulate(500, 100, 2, seed=4).flatten(1)
+    prompt, whole = torch.arange(100).repeat_interleave(2), torch.zeros(200).long()
+    assert 0.93 <= coverage(change, 0.0, prompt, whole, means) <= 0.97
+    assert coverage(change + 0.1, 0.0, prompt, whole, means) < 0.01
+    base = simulate(500, 100, 2, seed=3).flatten(1)
+    assert coverage(base + change + 0.1, 0.0, prompt, whole, means) > 0.8

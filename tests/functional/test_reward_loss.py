@@ -28,6 +28,12 @@ def test_bradley_terry_by_hand():
     assert_close(got, t(won, lost, (won + lost) / 2, 0.75 * won + 0.25 * lost))
 
 
+def test_margins_by_hand():
+    """Winner leads by ln 3 + 0.5 with margin 0.5: 3/4. Loser is behind by ln 3 - 0.5: 1/4."""
+    a, b = t(LN3 + 0.5, LN3 - 0.5), torch.zeros(2)
+    assert_close(loss.margin(a, b, t(1, 0), 0.5), t(-math.log(3 / 4), -math.log(1 / 4)))
+
+
 def test_equal_scores_tie_with_two_thirds_at_k_five():
     """P(A) = sigmoid(-ln 5) = 1/6 twice, and (25 - 1) / 36 between them."""
     zero, log_k = torch.zeros(3), t(math.log(5))
@@ -63,6 +69,13 @@ def test_the_uncertain_loss_is_what_a_million_draws_say():
     got = loss.uncertainty(a, b, target, log_a, log_b)
     assert ((got - each.mean(0)).abs() < 4 * error + 1e-6).all()
     assert (error[:2] < 2e-3).all()
+
+
+def test_the_nodes_integrate_polynomials_exactly():
+    """E x^2k = (2k - 1)!!, and odd powers vanish."""
+    nodes, weights = (torch.tensor(v, dtype=torch.float64) for v in loss._gauss_hermite(32))
+    for power, wanted in ((0, 1), (1, 0), (2, 1), (4, 3), (7, 0), (8, 105), (12, 10395)):
+        assert_close((weights * nodes**power).sum(), t(wanted, dtype=torch.float64)[0])
 
 
 def test_without_uncertainty_it_is_bradley_terry():
@@ -157,6 +170,7 @@ def test_losses_and_gradients_are_finite_however_far_apart_the_scores_are(far, t
     both = torch.ones(1, 2, dtype=torch.bool)
     every = [
         loss.bradley_terry(a, zero, p),
+        loss.margin(a, zero, p),
         loss.bt_with_ties(a, zero, p, t(math.log(5))),
         loss.thurstone(a, zero, p, zero, zero),
         loss.uncertainty(a, zero, p, zero, zero),
@@ -197,6 +211,7 @@ def test_swapping_a_and_b_changes_nothing():
     k = t(0.2, 1, 3, dtype=torch.float64)
     for f, target, first, second in (
         (loss.bradley_terry, p, (), ()),
+        (loss.margin, p, (), ()),
         (loss.bt_with_ties, hard, (k,), (k,)),
         (loss.thurstone, p, (s, r), (r, s)),
         (loss.uncertainty, p, (s, r), (r, s)),
@@ -213,6 +228,16 @@ def test_outcomes_with_ties_sum_to_one():
     assert_close(total, torch.ones(50, 3, dtype=torch.float64), atol=1e-14, rtol=0)
 
 
+def test_the_learned_k_finds_the_share_of_ties():
+    """Of equal scores 30 % tie: the optimum is k with (k - 1) / (k + 1) = 0.3."""
+    log_k, zero = t(2.0, dtype=torch.float64).requires_grad_(), torch.zeros(10).double()
+    target = t(*[0.5] * 3, *[1] * 4, *[0] * 3, dtype=torch.float64)
+    for _ in range(200):
+        slope = torch.autograd.grad(loss.bt_with_ties(zero, zero, target, log_k).mean(), log_k)[0]
+        log_k = (log_k - slope).detach().requires_grad_()
+    assert log_k.item() == pytest.approx(loss.log_k_of(0.3), abs=1e-6)
+
+
 def test_gradients_are_those_of_finite_differences():
     a, b, s, r = (x.requires_grad_() for x in random(4, 5, 2))
     p = random(5, 2, seed=1).sigmoid()
@@ -223,6 +248,7 @@ def test_gradients_are_those_of_finite_differences():
     log_k = t(0.7, 1.9, dtype=torch.float64).requires_grad_()
     for f, inputs in (
         (lambda a, b: loss.bradley_terry(a, b, p), (a, b)),
+        (lambda a, b: loss.margin(a, b, p), (a, b)),
         (lambda a, b, k: loss.bt_with_ties(a, b, hard, k), (a, b, log_k)),
         (lambda a, b, s, r: loss.thurstone(a, b, p, s, r), (a, b, s, r)),
         (lambda a, b, s, r: loss.uncertainty(a, b, p, s, r), (a, b, s, r)),
@@ -255,13 +281,17 @@ def against(g, name, each, mask, a, b):
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
 
 
-PAIR_LOSSES = {"bt": loss.bradley_terry, "btt": partial(loss.bt_with_ties, log_k=t(math.log(5)))}
-
-
-@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("name", ["bt", "margin", "constant_margin", "btt"])
 def test_pair_losses_are_those_of_videoalign(align, name):
     a, b = align["A"].requires_grad_(), align["B"].requires_grad_()
-    each = PAIR_LOSSES[name](a, b, align["target"])
+    p = align["target"]
+    gap = (2 * p - 1) * (align["scores_A"] - align["scores_B"])  # negative if they contradict
+    each = {
+        "bt": lambda: loss.bradley_terry(a, b, p),
+        "margin": lambda: loss.margin(a, b, p, gap),
+        "constant_margin": lambda: loss.margin(a, b, p),
+        "btt": lambda: loss.bt_with_ties(a, b, p, t(math.log(5))),
+    }[name]()
     against(align, name, each, align["labelled" if name == "btt" else "decided"], a, b)
 
 
@@ -280,10 +310,15 @@ def hps():
     return g, a, b, torch.ones(6)
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("name", ["bt", "constant_margin", "btt"])
 def test_pair_losses_are_those_of_hpsv3(hps, name):
     g, a, b, p = hps
-    mean = PAIR_LOSSES[name](a[:, 0], b[:, 0], p).mean()
+    f = {
+        "bt": loss.bradley_terry,
+        "constant_margin": loss.margin,
+        "btt": partial(loss.bt_with_ties, log_k=t(math.log(5))),
+    }[name]
+    mean = f(a[:, 0], b[:, 0], p).mean()
     assert_close(mean, g[name], rtol=1e-5, atol=0)
     ours = torch.autograd.grad(mean, (a, b))
     assert_close(ours, (g[f"{name}.grad_A"], g[f"{name}.grad_B"]), rtol=1e-5, atol=1e-7)
@@ -303,3 +338,13 @@ def test_uncertainty_has_the_gradients_of_hpsv3_up_to_the_noise_of_its_draws(hps
     # The recorded call is one of 1,000 draws: its error is about 1/30 of a standard deviation.
     theirs = g["uncertainty.grad_A"], g["uncertainty.grad_B"]
     assert_close(ours, theirs, rtol=0, atol=0.02)
+
+
+def test_hpsv3_with_a_tie_threshold_mixes_pairs_and_ours_does_not(hps):
+    """Its mask [6] times its loss [6, 1] is [6, 6]: the mean over all is share of kept x mean."""
+    g, a, b, p = hps
+    votes = g["choice_dist"] / g["choice_dist"].sum(1, keepdim=True)
+    kept = (votes[:, 0] - votes[:, 1]).abs() > 0.25
+    each = loss.bradley_terry(a[:, 0], b[:, 0], p)
+    assert_close(g["bt_ties"], kept.float().mean() * each.mean(), rtol=1e-5, atol=0)
+    assert not math.isclose(each[kept].mean().item(), g["bt_ties"].item(), rel_tol=0.1)

@@ -19,7 +19,13 @@ from flowalign.functional.signal import (
     standard_error,
     subtract_estimation_error,
 )
-from tests.fixtures.probes import products_of
+
+
+def products_of(gradients: torch.Tensor, blocks: int | None = None) -> Products:
+    """Products of batches [b, k, p], batch i in block i modulo their number."""
+    blocks = blocks or len(gradients)
+    parts = [gradients[start::blocks] for start in range(blocks)]
+    return inner_products([list(part.sum(0)) for part in parts], [len(part) for part in parts])
 
 
 def drawn(count: int, seed: int, means: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -95,6 +101,34 @@ def test_two_halves_of_two_steps_by_hand():
     torch.testing.assert_close(found.signal, torch.tensor([[16, 8 / 3], [8 / 3, 32 / 3]]).double())
     whole = torch.tensor([[16.0, 4.0], [4.0, 10.0]]).double()
     torch.testing.assert_close(found.noise, whole - found.signal)
+
+
+def test_estimates_from_halves_are_unbiased():
+    """Of 3 prompts, one half has 1; the mean of 4,000 is within 5 of its standard errors."""
+    found = []
+    for seed in range(4000):
+        prompts = drawn(3, seed, MEANS, SCALES) / 3
+        found.append(
+            moments_of_halves(torch.stack([prompts[0], prompts[1:].sum(0)]), (1 / 3, 2 / 3))
+        )
+    for estimates, truth in zip(
+        zip(*found, strict=True), (MEANS @ MEANS.T, NOISE / 3), strict=True
+    ):
+        values = torch.stack(estimates)
+        error = values.std(0) / len(values) ** 0.5
+        assert ((values.mean(0) - truth).abs() < 5 * error).all()
+        assert (error < 0.1).all()
+
+
+def test_projections_keep_inner_products_on_average():
+    """Of 200 projections of 10 entries to 4 sums, the mean is within 5 of its standard errors."""
+    a, b = torch.arange(10.0), torch.arange(10.0).flip(0) ** 2 / 9
+    generator = torch.Generator().manual_seed(0)
+    signs = [torch.randint(2, (10,), generator=generator).bool() for _ in range(200)]
+    values = torch.stack([project(a, one, 4) @ project(b, one, 4) for one in signs])
+    assert project(a, signs[0], 4).shape == (4,)
+    assert (values.mean() - a @ b).abs() < 5 * values.std() / 200**0.5
+    assert values.std() > 1
 
 
 def test_a_projection_by_hand():

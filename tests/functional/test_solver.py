@@ -1,11 +1,13 @@
 """DPM-Solver++(2M) against numbers by hand and against two recordings of the authors' code."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowalign.functional.solver import merge_steps, second_order_step, step_entropy, thin_schedule
-from flowalign.functional.transition import CPS, FlowSDE
+from flowalign.functional.transition import CPS, FlowSDE, transition
 from tests.fixtures.golden import load
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
@@ -29,6 +31,13 @@ def test_a_second_order_step_by_hand():
     x, now, before = torch.tensor([[2.0]]), torch.tensor([[1.0]]), torch.tensor([[0.6]])
     got = second_order_step(x, now, before, *torch.tensor([0.75, 0.5, 0.25]))
     assert_close(got, torch.tensor([[0.5 * 2.0 + 0.5 * (1.0 + 0.5 * 0.4)]]))
+
+
+def test_a_step_twice_as_long_trusts_the_change_twice_as_much():
+    x, now, before = torch.tensor([[2.0]]), torch.tensor([[1.0]]), torch.tensor([[0.6]])
+    got = second_order_step(x, now, before, *torch.tensor([0.75, 0.5, 0.1]))
+    assert math.log(9) == 2 * math.log(3)  # lambda at sigma .1 is log 9
+    assert_close(got, torch.tensor([[0.2 * 2.0 + 0.8 * (1.0 + 1.0 * 0.4)]]))
 
 
 @pytest.mark.parametrize("sigmas", [(1.0, 0.5, 0.25), (0.75, 0.5, 0.0)])
@@ -123,3 +132,12 @@ def test_merges_of_the_released_script(k, steps):
 
 def test_a_kernel_whose_noise_shrinks_with_length_is_left_alone():
     assert torch.equal(merge_steps(CPS(), SIGMAS, 1, torch.tensor(0.7), 9.0), SIGMAS)
+
+
+def test_a_step_of_length_zero_does_nothing():
+    sigmas = torch.tensor([1.0, 0.8, 0.2, 0.2, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    x, v = (torch.randn(2, 3, generator=generator) for _ in range(2))
+    got = transition(FlowSDE(), x, v, sigmas, 2, torch.zeros(2))
+    assert_close(got.mean, x)
+    assert (got.std == 0).all()

@@ -1,9 +1,12 @@
 """Policy objectives against arithmetic by hand, torch.distributions, recordings and identities."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -32,6 +35,8 @@ from flowalign.functional.transition import (
 )
 from tests.fixtures.golden import load
 
+quick = settings(max_examples=50, deadline=None, database=None)
+
 
 def randn(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +62,14 @@ def test_ppo_clip_by_hand(ratio, advantage, loss, slope):
     got = ppo_clip(log_ratio, torch.tensor([advantage]), clip=0.2)
     assert_close(got, torch.tensor([loss]))
     assert_close(torch.autograd.grad(got.sum(), log_ratio)[0], torch.tensor([slope]))
+
+
+def test_ratio_norm_by_hand():
+    """.5 (-.2 + .05 / .5) = -.05 and 2 (.3 + 4 / 8) = 1.6."""
+    mean = torch.tensor([[1.1, 2.3], [0.0, 0.0]])
+    mean_old = torch.tensor([[1.0, 2.0], [2.0, -2.0]])
+    got = ratio_norm(torch.tensor([-0.2, 0.3]), mean, mean_old, torch.tensor([0.5, 2.0]))
+    assert_close(got, torch.tensor([-0.05, 1.6]))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,30 @@ def test_divergences_by_hand():
     assert_close(latent_mse(p, q), torch.tensor([0.05, 4.0]))
 
 
+def test_gaussian_kl_matches_torch_distributions():
+    std = torch.tensor([0.4, 1.7, 0.03], dtype=torch.float64)
+    p, q = (Gaussian(randn(3, 2, 5, seed=seed), std) for seed in (1, 2))
+    exact = torch.distributions.kl_divergence(
+        *(torch.distributions.Normal(d.mean, d.std[:, None, None]) for d in (p, q))
+    )
+    assert_close(gaussian_kl(p, q), exact.mean((1, 2)))
+
+
 # Identities ---------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    log_ratio=st.floats(-1, 1),
+    advantage=st.floats(-5, 5),
+    clip=st.floats(1e-3, 0.5),
+)
+def test_ppo_clip_is_odd_in_the_advantage_inside_the_trust_region_only(log_ratio, advantage, clip):
+    """Outside, the pessimism of the minimum adds |A| times the distance of r from the range."""
+    x, a = (torch.tensor([t], dtype=torch.float64) for t in (log_ratio, advantage))
+    ratio = x.exp()
+    outside = (ratio - ratio.clamp(1 - clip, 1 + clip)).abs()
+    assert_close(ppo_clip(x, a, clip) + ppo_clip(x, -a, clip), a.abs() * outside)
 
 
 def test_the_policy_gradient_at_ratio_one_is_minus_the_advantage():
@@ -327,6 +363,13 @@ def test_the_relative_change_of_a_latent_by_hand():
 )
 def test_a_chunk_ends_where_the_change_turns(change, chunks):
     assert chunks_of_change(torch.tensor(change, dtype=torch.float)).tolist() == chunks
+
+
+def test_a_chunk_of_one_is_a_step():
+    log_ratio = torch.tensor([0.3, -math.log(2)])
+    assert torch.equal(
+        chunk_log_ratio(log_ratio, torch.zeros(2), torch.ones(2, dtype=torch.long)), log_ratio
+    )
 
 
 # Spans of the trained steps of a rollout ----------------------------------------------------------

@@ -146,6 +146,26 @@ def test_log_density_by_hand(kernel, expected):
     assert_close(log_density(kernel, x_next, distribution), torch.tensor(expected))
 
 
+def test_only_cps_drops_the_normalisation():
+    assert [k.density == "unit" for k in KERNELS] == [isinstance(k, CPS) for k in KERNELS]
+    assert CPS("gaussian").density == "gaussian"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "k", "eta", "kappa"),
+    [
+        (FlowSDE(), 0, 0.6, -0.2),  # .62 * 0 - 1 * .2
+        (FlowSDE(), 1, 0.6, -0.354),  # .23 * .2 - .8 * .5
+        (FlowSDE(), 2, 0.6, -0.59),  # -.18 * .5 - .5
+        (CPS(), 1, 1 / 3, -0.3133975),  # .433013 * .2 - .4
+    ],
+    ids=kernel_name,
+)
+def test_sensitivity_by_hand(kernel, k, eta, kappa):
+    got = mean_sensitivity(kernel, SIGMAS, k, torch.tensor([eta]))
+    assert_close(got, torch.tensor([kappa]))
+
+
 # torch.distributions ------------------------------------------------------------------------------
 
 
@@ -155,6 +175,17 @@ def test_gaussian_log_density_matches_torch_distributions():
     normal = torch.distributions.Normal(mean, std[:, None, None])
     got = log_density(FlowSDE(), x_next, Gaussian(mean, std))
     assert_close(got, normal.log_prob(x_next).mean((1, 2)))
+
+
+def test_samples_have_the_mean_and_variance_of_the_distribution():
+    n = 100_000
+    x, v = torch.tensor([[0.7, -2.0]]).expand(n, 2), torch.tensor([[1.3, 0.4]]).expand(n, 2)
+    distribution = transition(FlowSDE(), x, v, SIGMAS, 1, torch.full((n,), 0.6))
+    drawn = sample_next(distribution, randn(n, 2, seed=3, dtype=torch.float32))
+    # x0 = x - .8 v, x1 = x + .2 v, mean = .5 x0 + .23 x1
+    expected = 0.73 * torch.tensor([0.7, -2.0]) - 0.354 * torch.tensor([1.3, 0.4])
+    assert_close(drawn.mean(0), expected, atol=4 * 0.66 / n**0.5, rtol=0)
+    assert_close(drawn.var(0), torch.full((2,), 0.432), rtol=4 * (2 / n) ** 0.5, atol=0)
 
 
 # Recordings ---------------------------------------------------------------------------------------
@@ -347,6 +378,37 @@ def test_total_noise_level_is_exactly_sigma_next(kernel, eta, sigma, share):
     assert (std > 0) == (sigmas[1] > 0 and not silent)
 
 
+@pytest.mark.parametrize("kernel", [FlowSDE(), DanceSDE()], ids=kernel_name)
+def test_total_noise_level_of_the_sdes_exceeds_sigma_next_in_second_order(kernel):
+    """c1^2 + std^2 - sigma_next^2 = std^2 dt / sigma + std^4 / (4 sigma^2)."""
+    sigmas = SIGMAS.double()
+    for k in range(3):
+        c1, std = kernel.coefficients(sigmas, k, torch.tensor([0.4, 0.9], dtype=torch.float64))
+        dt = sigmas[k] - sigmas[k + 1]
+        excess = std**2 * dt / sigmas[k] + std**4 / (4 * sigmas[k] ** 2)
+        assert_close(c1**2 + std**2 - sigmas[k + 1] ** 2, excess)
+
+
+def test_ddim_with_full_noise_is_precise_with_eta_squared_two():
+    """Both then have rho = sigma_next (1 - sigma) / (sigma (1 - sigma_next))."""
+    sigmas = grid(7)
+    one = torch.ones(1, dtype=torch.float64)
+    for k in range(7):
+        assert_close(
+            DDIM().coefficients(sigmas, k, one),
+            Precise().coefficients(sigmas, k, one * math.sqrt(2)),
+        )
+
+
+def test_sensitivity_of_flow_sde_has_a_closed_form():
+    """-dt at sigma = 1 and -dt (1 + eta^2 / 2) from then on."""
+    sigmas, eta = sd3_grid(10), torch.tensor([0.7, 1.1], dtype=torch.float64)
+    dt = sigmas[:-1] - sigmas[1:]
+    assert_close(mean_sensitivity(FlowSDE(), sigmas, 0, eta), -dt[0].expand(2))
+    for k in range(1, 10):
+        assert_close(mean_sensitivity(FlowSDE(), sigmas, k, eta), -dt[k] * (1 + eta**2 / 2))
+
+
 @every(KERNELS)
 def test_a_change_of_velocity_moves_the_mean_by_kappa(kernel):
     x, v, dv = (randn(2, 3, 4, seed=seed) for seed in (9, 10, 11))
@@ -377,6 +439,29 @@ def test_fine_steps_keep_the_marginals_of_the_flow(kernel):
         assert_close(variances(kernel, 0.7, sigmas, data)[60:], exact[60:], rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "eta", "data", "expected"),
+    [
+        (FlowSDE(), 0.0, 1.0, [0.67, 0.91]),
+        (FlowSDE(), 0.7, 1.0, [0.78, 0.95]),
+        (DanceSDE(), 0.3, 1.0, [0.68, 0.92]),
+        (CPS(), 0.7, 1.0, [0.50, 0.65]),
+        (CPS(), 0.8, 1.0, [0.45, 0.58]),
+        (Precise(), 0.7, 1.0, [0.62, 0.89]),
+        (FlowSDE(), 0.0, 0.04, [0.23, 0.73]),
+        (FlowSDE(), 0.7, 0.04, [1.30, 0.85]),
+        (DanceSDE(), 0.3, 0.04, [0.71, 0.83]),
+        (CPS(), 0.8, 0.04, [0.19, 0.48]),
+        (Precise(), 0.7, 0.04, [0.21, 0.68]),
+    ],
+    ids=kernel_name,
+)
+def test_few_steps_bias_the_final_variance_as_documented(kernel, eta, data, expected):
+    """Final over true variance with 10 and 40 steps of the SD3 schedule."""
+    got = [variances(kernel, eta, sd3_grid(n), data)[-1].item() / data for n in (10, 40)]
+    assert got == pytest.approx(expected, abs=0.006)
+
+
 @pytest.mark.parametrize("kernel", [FlowSDE(), CPS()], ids=lambda kernel: type(kernel).__name__)
 def test_the_travelled_velocity_is_the_one_whose_mean_was_reached(kernel):
     """x_next is made the mean of a velocity that is known, which differs from sample to sample."""
@@ -388,7 +473,7 @@ def test_the_travelled_velocity_is_the_one_whose_mean_was_reached(kernel):
     assert_close(travelled_velocity(kernel, x, x_next, sigmas, 1, eta), travelled)
 
 
-# Adjoint matching of Gaussians: closed forms for linear rewards -----------------------------------
+# Adjoint matching of Gaussians: closed forms for linear and for quadratic rewards -----------------
 
 
 S, LAM, C = 0.8, 1.5, 0.7
@@ -460,3 +545,35 @@ def test_samples_of_the_optimum_are_the_tilted_ones_for_any_number_of_steps(kern
 def test_a_sampler_with_memory_is_biased():
     plain, (mean, _) = shift_and_moments(Chain(FlowSDE(), 0.5))
     assert mean < 0.9 * LAM * C * plain
+
+
+def optimal_factors(chain):
+    """Factors of the steps under the optimal control; the value of a state is p x^2 / 2."""
+    p = [tensor(LAM * C, dtype=torch.float64)]
+    for m, std in zip(chain.factor.flip(0), chain.std.flip(0), strict=True):
+        p.append(m**2 * p[-1] / (1 + std**2 * p[-1]))
+    return chain.factor / (1 + chain.std**2 * torch.stack(p[::-1])[1:])
+
+
+def test_samples_of_a_quadratic_reward_are_the_tilted_ones_for_many_steps():
+    """N(0, s^2) exp(-lam c x^2 / 2) has the variance 1 / (1 / s^2 + lam c)."""
+    chain = Chain(num_steps=1000)
+    _, variance = chain.moments(torch.zeros_like(chain.std), optimal_factors(chain))
+    assert variance == pytest.approx(1 / (1 / S**2 + LAM * C), rel=0.01)
+
+
+def test_a_quadratic_reward_has_its_optimum_as_the_fixed_point():
+    """r = -c x^2 / 2: the adjoint regresses to the optimal control of Riccati's equation."""
+    chain, size = Chain(num_steps=8), 100_000
+    closed = optimal_factors(chain)
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(9, size, 1, dtype=torch.float64, generator=draw)
+    states = [noise[0]]
+    for m, std, e in zip(closed, chain.std, noise[1:], strict=True):
+        states.append(m * states[-1] + std * e)
+    adjoint = chain.adjoints(LAM * C * states[-1])
+    for k in range(1, 7):  # regress the target of the control on the state
+        x, target = states[k], -chain.std[k] * adjoint[k + 1]
+        fitted = (x * target).mean() / x.square().mean()
+        optimum = (closed[k] - chain.factor[k]) / chain.std[k]
+        assert_close(fitted, optimum, rtol=0.05, atol=0.01)

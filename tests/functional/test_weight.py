@@ -152,3 +152,27 @@ PUBLISHED = {
 def test_gradient_of_each_step_is_as_published(name):
     *given, published = PUBLISHED[name]
     assert gradient_shares(*given).tolist() == pytest.approx(published, abs=0.0061)
+
+
+def test_uniform_and_dt_weights_multiply_the_gradient_of_each_step():
+    plain = gradient_shares(FlowSDE(), 0.7, clipped)
+    uniform = gradient_shares(FlowSDE(), 0.7, weighted(clipped, "uniform"))
+    by_length = gradient_shares(FlowSDE(), 0.7, weighted(clipped, "dt"))
+    sigmas = load("A_flow_sde")["sigmas"].double()
+    expected = plain * (sigmas[:9] - sigmas[1:10])
+    assert_close(uniform, plain)
+    assert_close(by_length, expected / expected.mean())
+
+
+def test_weights_of_mean_one_have_mean_one_over_trained_steps():
+    for kind in ("uniform", "std", "dt"):
+        assert weights(kind)[:9].mean().item() == pytest.approx(1.0)
+        assert weights(kind)[9] == 0
+    assert weights("std")[8] != weights("dt")[8] != weights("uniform")[8]
+
+
+def test_tempflow_hard_codes_the_reciprocal_mean_std():
+    """2.25 times std is our "std" weight on its schedule: 1 / .444."""
+    sigmas = load("A_flow_sde")["sigmas"]
+    std = FlowSDE().coefficients(sigmas, 7, torch.tensor([0.7])).std
+    assert weights("std")[7].item() == pytest.approx(2.25 * std.item(), rel=2e-3)

@@ -68,6 +68,11 @@ def test_steps_whose_weights_are_measured_have_charts_beside_each_other_in_numer
     assert not [p for p in panels.select_panels({"kl": {0: 1.0}}) if "denoising steps" in p.title]
 
 
+def test_every_evaluated_step_is_a_point():
+    line = chart_of("Held-out colour", rows()).lines[0]
+    assert list(line.x) == [1, 11, 21, 31, 40]
+
+
 def test_what_is_not_weighted_is_watched_beside_what_is():
     series = {
         "reward/good": {0: 0.1, 1: 0.2},
@@ -246,6 +251,14 @@ def test_a_failed_sample_costs_its_prompt_only_itself(folder):
     (last,) = (c for c in changes(both[0], both[1], {"beauty": 1.0}) if c.split == "unseen")
     assert (last.before, last.after) == (0.5, 0.5)
     assert worst([last]) == ([], [last])
+
+
+def test_prompts_of_the_worst_are_escaped(folder):
+    file = folder / "samples" / "step-000040.json"
+    file.write_text(file.read_text().replace("a white circle", "<img src=x>"))
+    page = report.write_report(folder).read_text()
+    assert "<img src=x>" not in page
+    assert "&lt;img src=x&gt;" in page
 
 
 def test_the_page_shows_the_commands_that_made_the_run(folder):

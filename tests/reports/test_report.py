@@ -360,6 +360,14 @@ def test_one_grid_is_shown_alone(folder):
     assert page.count("data:image/png") == len(PROMPTS)
 
 
+def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder):
+    write_rows(folder, [{"step": k, "seconds": 0.0, "reward_mean": float(k)} for k in range(20)])
+    before = {path.name for path in folder.iterdir()}
+    first = page_of(folder)
+    assert page_of(folder) == first
+    assert {path.name for path in folder.iterdir()} == before | {"report.html"}
+
+
 def test_the_page_of_a_running_run_reloads_itself(folder):
     refresh = '<meta http-equiv="refresh"'
     assert refresh in write_report(folder, running=True).read_text()

@@ -10,6 +10,7 @@ import torch
 
 from flowalign.cli.main import parse
 from flowalign.cli.reward import run as run_reward
+from flowalign.functional.agreement import list_pairs
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
 from flowalign.reward_training.labelled_pairs import pair_rows, read_scores
@@ -354,3 +355,8 @@ def test_people_who_decided_on_nothing_get_a_page_too(tmp_path):
     rows = [medium("a", 0, 3.0, False, rank__overall=1), medium("a", 1, 1.0, rank__overall=2)]
     assert run(write(tmp_path, rows)) == 0
     assert "has no pair with a human preference" in (tmp_path / "eval.html").read_text()
+
+
+def test_pairs_of_a_record_are_in_the_order_of_its_media():
+    i, j = list_pairs(torch.tensor([0, 0, 0]))
+    assert (i < j).all()

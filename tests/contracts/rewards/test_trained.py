@@ -594,6 +594,20 @@ def test_backbones_refuse_what_they_cannot_do(clip):
         PooledFrames(OpenClip("/nowhere/at/all")).load()
 
 
+def test_every_adapter_gets_a_gradient(clip):
+    backbone = PooledFrames(OpenClip(str(clip)), lora=Lora(rank=2))
+    backbone.load()
+    adapters = {n: p for n, p in backbone.network.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.fill_(0.01 if "lora_B" in name else 0.02)
+    some = batch()
+    backbone.embed(some).joint.square().sum().backward()
+    backbone.embed(some).joint[:, 0].sum().backward()
+    assert adapters
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in adapters.values())
+
+
 def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
     """Real features tell flat objects from blurred ones on prompts never seen, beyond chance."""
     generator, verifier = torch.Generator().manual_seed(0), ShapesVerifier()
