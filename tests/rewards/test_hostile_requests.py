@@ -19,7 +19,6 @@ from flowalign.rewards.protocol import pack_batch
 from flowalign.rewards.reward_client import NoAnswer, RewardClient
 from flowalign.rewards.reward_server import listen
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from flowalign.utils.errors import ConfigError
 from flowalign.utils.hosts import is_foreign
 from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.running import Running
@@ -289,14 +288,14 @@ def test_a_port_in_use_is_said_in_one_line():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         message = f"cannot serve on host '127.0.0.1', port {port}: "
-        with pytest.raises(ConfigError, match=message) as said:
+        with pytest.raises(ValueError, match=message) as said:
             run(arguments("--port", str(port)))
     assert len(str(said.value).splitlines()) == 1
 
 
 def test_a_host_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv("FLOWALIGN_REWARD_TOKEN", "secret")
-    with pytest.raises(ConfigError, match="cannot serve on host 'no such host'"):
+    with pytest.raises(ValueError, match="cannot serve on host 'no such host'"):
         run(arguments("--host", "no such host", "--port", "0"))
 
 
@@ -308,7 +307,7 @@ def test_a_limit_that_lets_nothing_through_is_named(capsys, option):
 
 
 def test_room_for_less_than_the_largest_request_is_refused():
-    with pytest.raises(ConfigError, match="max_held_mb is 100; the largest request needs 1400"):
+    with pytest.raises(ValueError, match="max_held_mb is 100; the largest request needs 1400"):
         run(arguments("--max_held_mb", "100"))
 
 
