@@ -28,14 +28,8 @@ from reward_models.backbones.reward_bases import (
     RuleReward,
     Unscorable,
     Verdict,
-    metadata_of,
 )
-from reward_models.detection.geneval import (
-    Clause,
-    check_ability,
-    parse_clauses,
-    select_detections,
-)
+from reward_models.detection.geneval import Clause, find_objects, read_required
 
 
 class Counting(Composed, RuleReward):
@@ -63,21 +57,11 @@ class Counting(Composed, RuleReward):
 
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect the objects and compare their counts."""
-        asked = read_classes(sample)
-        check_ability(self.detector, asked)
-        found = select_detections(
-            self.detector.detect(sample.media[0, 0]), self.threshold, self.max_objects
-        )
+        asked = read_required(sample)
+        found = find_objects(self.detector, sample, asked, self.threshold, self.max_objects)
         counts = {clause.label: len(found.get(clause.label, ())) for clause in asked}
         errors = [abs(counts[clause.label] - clause.count) / clause.count for clause in asked]
         return (fmean(max(1 - e, 0) for e in errors), float(not any(errors))), {"found": counts}
-
-
-def read_classes(sample: MediaBatch) -> list[Clause]:
-    """Return the classes to count; raise Unscorable if the metadata names none."""
-    if not (asked := parse_clauses(metadata_of(sample), "include")):
-        raise Unscorable("its metadata has no `include` with the classes to count")
-    return asked
 
 
 def shortfall(
@@ -128,7 +112,7 @@ class SoftCounting(NetworkReward):
 
     @override
     def examine(self, sample: MediaBatch) -> None:
-        asked = read_classes(sample)
+        asked = read_required(sample)
         self._caption(asked)
         most, there = max(one.count for one in asked), self.network.config.num_queries
         if most > there:
@@ -139,7 +123,7 @@ class SoftCounting(NetworkReward):
         return -torch.stack([self._shortfall(batch.take([i])) for i in range(len(batch))])[:, None]
 
     def _shortfall(self, sample: MediaBatch) -> Float[Tensor, ""]:
-        asked = read_classes(sample)
+        asked = read_required(sample)
         picture = resize(sample.media[:, 0].to(self.place, torch.float32), self.side, self.side)
         ids, places = self._caption(asked)
         tokens = torch.tensor([ids], device=self.place)

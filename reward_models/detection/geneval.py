@@ -76,28 +76,30 @@ class GenEval(Composed, RuleReward):
     def judge(self, sample: MediaBatch) -> Verdict:
         """Detect the objects and compare them with the clauses; the extras count the detections."""
         metadata = metadata_of(sample)
-        include, exclude = (parse_clauses(metadata, key) for key in ("include", "exclude"))
-        if not include:
-            raise Unscorable("its metadata has no `include` with the required objects")
-        check_ability(self.detector, [*include, *exclude])
+        include, exclude = read_required(sample), parse_clauses(metadata, "exclude")
         counting = metadata.get("tag") == "counting"
         threshold = self.counting_threshold if counting else self.threshold
-        found = select_detections(
-            self.detector.detect(sample.media[0, 0]), threshold, self.max_objects
-        )
+        asked = [*include, *exclude]
+        found = find_objects(self.detector, sample, asked, threshold, self.max_objects)
         exact_match, dense = grade(include, exclude, found)
         correct, _ = grade(include, exclude, found, surplus=True)
         scores = (exact_match, correct, dense)
         return scores, {"found": {label: len(objects) for label, objects in found.items()}}
 
 
-def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
-    """Raise Unscorable if the detector cannot detect the requested objects."""
+def find_objects(
+    detector: Detector, sample: MediaBatch, asked: Sequence[Clause], threshold: float, most: int
+) -> Found:
+    """Return the detected objects; raise Unscorable if the detector cannot detect those asked for.
+
+    At most `most` objects per class have a score above the threshold.
+    """
     unknown = {clause.label for clause in asked} - detector.classes()
     if unknown:
         raise Unscorable(f"the detector does not know {', '.join(sorted(unknown))}")
     if not detector.names_colours and any(clause.colour for clause in asked):
         raise Unscorable("it asks for a colour, but the detector does not name colours")
+    return select_detections(detector.detect(sample.media[0, 0]), threshold, most)
 
 
 def select_detections(detections: Sequence[Detection], threshold: float, most: int) -> Found:
@@ -185,6 +187,13 @@ def _is_placed(
 
 def _shows_excluded(exclude: Sequence[Clause], found: Found) -> bool:
     return any(len(found.get(clause.label, ())) >= clause.count for clause in exclude)
+
+
+def read_required(sample: MediaBatch) -> list[Clause]:
+    """Return the required objects; raise Unscorable if the metadata names none."""
+    if not (asked := parse_clauses(metadata_of(sample), "include")):
+        raise Unscorable("its metadata has no `include` with the required objects")
+    return asked
 
 
 def parse_clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
