@@ -62,10 +62,6 @@ class Instructions:
     system: str = "You are a helpful assistant."
     """System prompt of the base; MiMo-VL has another."""
 
-    def read(self) -> list[str]:
-        """Return both instructions; raise ValueError for a file that is not an instruction."""
-        return [_instruction(path) for path in (self.following, self.quality)]
-
 
 _BUNDLED = Instructions()
 
@@ -88,10 +84,10 @@ class EditReward(qwen2_vl.QwenReward):
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""
-        self.asked = self.instructions.read()
+        texts = self.instructions
+        self.asked = [_instruction(path) for path in (texts.following, texts.quality)]
         weights = fingerprint_of(self.checkpoint), fingerprint_of(self.base)
-        texts = "".join([*self.asked, self.instructions.system])
-        asked = hashlib.sha256(texts.encode()).hexdigest()[:16]
+        asked = hashlib.sha256("".join([*self.asked, texts.system]).encode()).hexdigest()[:16]
         return RewardSpec(
             name="edit_reward",
             dims=DIMS,
