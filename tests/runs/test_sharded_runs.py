@@ -38,9 +38,9 @@ ONLINE_PAIRS = {
 }
 
 
-def rollouts(branching=None, **settings):
-    sampling = SAMPLING | {"eta": 1.0, "sde_window": FIXED, "branching": branching}
-    return policy_gradient(sampling, **FEW | settings)
+def rollouts(branching="flowalign.sampling.Chain", **settings):
+    sampling = {"eta": 1.0, "sde_window": FIXED, "branching": {"class_path": branching}}
+    return policy_gradient(SAMPLING | sampling, **FEW | settings)
 
 
 def groups(loss, weights="old", **settings):
@@ -55,7 +55,7 @@ def pairs(**settings):
 RECIPES = {
     "outcome": rollouts(),
     "branches": rollouts(
-        {"class_path": "flowalign.sampling.Tree"}, credit={"class_path": "flowalign.credit.Branch"}
+        "flowalign.sampling.Tree", credit={"class_path": "flowalign.credit.Branch"}
     ),
     "turning points": rollouts(credit={"class_path": "flowalign.credit.TurningPoint"}),
     "DPO": pairs(),
