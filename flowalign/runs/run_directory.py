@@ -11,7 +11,6 @@ from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.recipe import Recipe
 from flowalign.utils import folders
-from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled, digest_file, write_text
 from flowalign.utils.folders import Claim, is_unused
 from flowalign.utils.local_modules import list_files
@@ -204,16 +203,16 @@ def find_checkpoint(run: Run, resume: str, whole: bool = False) -> Path | None:
     `whole` compares the content of all files with their digests.
 
     Raises:
-        ConfigError: There is nothing to resume, or the checkpoint is damaged.
+        ValueError: There is nothing to resume, or the checkpoint is damaged.
     """
     folder = Path(run.output_dir)
     path = find_latest(folder) if resume == "latest" else Path(resume)
-    if path is None and (folder / CONFIG).is_file():
-        return folder
-    if path is None and is_unused(folder):
-        return None
     if path is None:
-        raise ConfigError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
+        if (folder / CONFIG).is_file():
+            return folder
+        if is_unused(folder):
+            return None
+        raise ValueError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
     checkpoint.read_loop(path)  # the quick checks, on every process
     if whole:
         checkpoint.check_complete(path)
