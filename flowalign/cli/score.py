@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from flowalign.cli.options import add_columns, add_executor, shard, whole
 from flowalign.utils.console import say, table
 from flowalign.utils.files import digest_file
-from flowalign.utils.folders import check_folder_path
+from flowalign.utils.folders import check_folder_path, hold_lock
 from flowalign.utils.imports import import_optional
 
 if TYPE_CHECKING:
     from flowalign.curation.scoring.scoring_job import ScoringJob
-    from flowalign.curation.scoring.stats import Progress, RunningStats
+    from flowalign.curation.scoring.stats import RunningStats
+    from flowalign.types import RewardModel
 
 HELP = "Score a dataset, or a folder of images or videos."
 _THREADS = min(8, os.cpu_count() or 1)
@@ -81,24 +82,27 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score; return 0, or 1 if too many rows failed, possibly with a complete table."""
     from flowalign.curation.scoring import scoring_job as scoring
+    from flowalign.curation.scoring.progress import show_progress
     from flowalign.curation.scoring.stats import TooManyFailures
 
     _check(args)
     job = open_job(args)
     say(f"{args.data}: schema {job.dataset.schema.name}")
-    try:
-        if args.executor == "ray":
-            from flowalign.curation.scoring.ray_data import ScoringCluster
+    score, lock = scoring.run, ".lock-{}-of-{}".format(*job.shard)
+    if args.executor == "ray":
+        from flowalign.curation.scoring.ray_data import ScoringCluster
 
-            cluster = ScoringCluster(args.processes, args.address, partial(open_job, args))
-            blocks, speed = _score(job, cluster.run, ".lock-ray")
-        elif args.processes > 1:
+        cluster = ScoringCluster(args.processes, args.address, partial(open_job, args))
+        score, lock = cluster.run, ".lock-ray"
+    try:
+        if args.executor == "local" and args.processes > 1:
             blocks, speed = _run_shards(job, args.words, args.processes)
         else:
-            blocks, speed = _score(job, scoring.run, ".lock-{}-of-{}".format(*job.shard))
+            with hold_lock(job.folder / "parts" / lock), show_progress(job.share()) as progress:
+                blocks, speed = score(job, progress), progress.speed()
         if not args.shard:
-            stats = scoring.finish(job, blocks, args.format, speed)
-            _report(job, stats, job.folder / f"scores.{args.format}", blocks, args.summarize)
+            stats = scoring.finish(job, blocks, args.format, speed, args.summarize)
+            _print_summary(args, stats, job.models)
             stats.check(job.max_failed_fraction)
     except TooManyFailures as error:
         sys.stderr.write(f"error: {error}\n")
@@ -154,27 +158,6 @@ def open_job(args: argparse.Namespace) -> "ScoringJob":
     )
 
 
-def _score(
-    job: "ScoringJob", score: "Callable[[ScoringJob, Progress], Sequence[int]]", lock: str
-) -> tuple[Sequence[int], Mapping[str, float]]:
-    """Score the missing blocks; return the blocks of the whole dataset, and the speed.
-
-    Raises:
-        TooManyFailures: Too many rows failed.
-    """
-    from flowalign.curation.scoring.progress import show_progress
-    from flowalign.curation.scoring.scoring_job import write_summary
-    from flowalign.curation.scoring.stats import TooManyFailures
-    from flowalign.utils.folders import hold_lock
-
-    with hold_lock(job.folder / "parts" / lock), show_progress(job) as progress:
-        try:
-            return score(job, progress), progress.speed()
-        except TooManyFailures:
-            write_summary(job, progress.stats, {"status": "stopped", **progress.speed()})
-            raise
-
-
 def _run_shards(
     job: "ScoringJob", words: Sequence[str], count: int
 ) -> tuple[Sequence[int], Mapping[str, float]]:
@@ -204,16 +187,12 @@ def _device(i: int) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
 
 
-def _report(
-    job: "ScoringJob",
-    stats: "RunningStats",
-    scores: Path,
-    blocks: Sequence[int],
-    prefix: str | None,
+def _print_summary(
+    args: argparse.Namespace, stats: "RunningStats", models: "Sequence[RewardModel]"
 ) -> None:
-    """Write the page, and with a `prefix` the means of the prompts; print where they are."""
-    from flowalign.curation.scoring import scores_page
+    from flowalign.curation.scoring.scores_page import PAGE, PROMPTS
 
+    folder = Path(args.out)
     rows = {
         dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
         if known["valid"]
@@ -222,8 +201,9 @@ def _report(
     }
     for why, count in stats.reasons.most_common(5):
         rows[why] = f"{count} row{'s' * (count > 1)}"
-    rows["page"] = str(scores_page.write(job, stats))
-    if prefix is not None:
-        rows["prompts"] = str(scores_page.write_prompts(job.folder, job.parts.rows(blocks), prefix))
-    rows |= {f"warning: {one.spec.name}": one.caveat for one in job.models if one.caveat}
+    rows["page"] = str(folder / PAGE)
+    if args.summarize is not None:
+        rows["prompts"] = str(folder / PROMPTS)
+    rows |= {f"warning: {one.spec.name}": one.caveat for one in models if one.caveat}
+    scores = folder / f"scores.{args.format}"
     table(f"{stats.rows} rows, {stats.failed} failed: {scores}", rows)

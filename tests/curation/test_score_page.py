@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from flowalign.curation.scoring.scores_page import make_thumbnails, render, verdict, write
-from flowalign.curation.scoring.scoring_job import ScoringJob
+from flowalign.curation.scoring.scores_page import make_thumbnails, render, verdict, write_page
 from flowalign.curation.scoring.stats import EXAMPLES, RunningStats
 from flowalign.data.media.encode import write_clip
 from flowalign.data.readers import open_dataset
@@ -145,7 +144,7 @@ def test_writing_leaves_one_file(dataset, tmp_path):
     out.mkdir()
     (out / "summary.json").write_text(json.dumps(SUMMARY))
     stats = findings(*(row(f"r{i}", float(i)) for i in range(9)))
-    page = write(ScoringJob(dataset, [], out), stats)
-    assert page.name == "scores.html"
+    write_page(out, dataset, stats)
     assert sorted(p.name for p in out.iterdir()) == ["scores.html", "summary.json"]
-    assert page.read_text().count("data:image/webp") == 4 * EXAMPLES - 4  # r4 is at all four ends
+    thumbnails = (out / "scores.html").read_text().count("data:image/webp")
+    assert thumbnails == 4 * EXAMPLES - 4, "r4 is at all four ends"

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from flowalign.curation.scoring.scoring_job import ScoringJob
 from flowalign.curation.scoring.stats import Progress
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -38,8 +37,8 @@ class ShownProgress(Progress):
 
 
 @contextlib.contextmanager
-def show_progress(job: ScoringJob) -> Iterator[Progress]:
-    """Yield the progress of a job, which is shown until the end of the block."""
+def show_progress(total: int | None) -> Iterator[Progress]:
+    """Yield the progress of a job with `total` records, shown until the end of the block."""
     columns = (
         TextColumn("records"),
         MofNCompleteColumn(),
@@ -48,4 +47,4 @@ def show_progress(job: ScoringJob) -> Iterator[Progress]:
     )
     console = Console()
     with Bar(*columns, console=console, expand=True, disable=not console.is_terminal) as bar:
-        yield ShownProgress(bar, job.share())
+        yield ShownProgress(bar, total)

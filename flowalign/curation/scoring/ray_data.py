@@ -56,20 +56,20 @@ class ScoringCluster:
             ValueError: A worker cannot use the options or the data.
         """
         job.check_folder()
-        parts, stats = job.parts, progress.stats
+        parts = job.parts
         blocks = [block for block, _ in list_blocks(job)]  # reads records, but decodes nothing
         drop_changed(job, parts)
         complete = parts.complete(blocks)
-        job.tally(stats, complete)
-        known = stats.rows
+        job.tally(progress, complete)
+        known = progress.stats.rows
         if not (missing := sorted(set(blocks) - set(complete))):
             return blocks
         with connect(self.workers, self.address):
             for block in self._score_blocks(missing):
                 if block not in parts:
                     raise ValueError(f"{job.folder} must be a folder that all workers share")
-                job.tally(stats, [block])
-                progress.rows = stats.rows - known
+                job.tally(progress, [block])
+                progress.rows = progress.stats.rows - known
                 progress.show()
         return blocks
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from flowalign.curation.scoring.part_files import REFERENCES
-from flowalign.curation.scoring.scoring_job import ScoringJob
 from flowalign.curation.scoring.stats import EXAMPLES, Row, RunningStats, dims_of
 from flowalign.data.media.encode import read_thumbnail
 from flowalign.data.media.media import MediaProblem
@@ -18,20 +17,19 @@ from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
 from flowalign.reports.pages import PALETTE, data_address, histogram
-from flowalign.utils.files import read_object, write_rows, write_text
+from flowalign.utils.files import read_object, write_text
 
+PAGE, PROMPTS = "scores.html", "prompts.jsonl"
 Place = tuple[str, int]
 """Id of a record, and index of a sample in it."""
 
 
-def write(job: ScoringJob, stats: RunningStats) -> Path:
+def write_page(folder: Path, dataset: Dataset, stats: RunningStats) -> None:
     """Write the page of a finished job; only the samples on the page are read again."""
     rows = [row for heaps in stats.ends.values() for heap in heaps for _, _, row in heap]
-    thumbnails = make_thumbnails(job.dataset, {(row["record"], row["medium"]) for row in rows})
-    page = job.folder / "scores.html"
-    summary = read_object(job.folder / "summary.json")
-    write_text(page, render(job.folder.name, stats, thumbnails, summary))
-    return page
+    thumbnails = make_thumbnails(dataset, {(row["record"], row["medium"]) for row in rows})
+    summary = read_object(folder / "summary.json")
+    write_text(folder / PAGE, render(folder.name, stats, thumbnails, summary))
 
 
 def make_thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
@@ -142,9 +140,6 @@ def _describe_media(dim: str, heap: list, thumbnails: Mapping[Place, str]) -> li
     ]
 
 
-FILE = "prompts.jsonl"
-
-
 def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
     """Return a row for each prompt, with the mean of its valid scores in each dimension.
 
@@ -169,9 +164,3 @@ def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
         {"prompt": prompt, **{name: fmean(values) for name, values in found.items()}}
         for prompt, found in scores.items()
     ]
-
-
-def write_prompts(folder: Path, rows: Iterable[Row], prefix: str) -> Path:
-    """Write the averages of `average_prompts` to `prompts.jsonl`, and return its path."""
-    write_rows(folder / FILE, average_prompts(rows, prefix))
-    return folder / FILE

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.curation.scoring.part_files import FIXED, PartFiles, merge
-from flowalign.curation.scoring.stats import Progress, RunningStats
+from flowalign.curation.scoring.scores_page import PROMPTS, average_prompts, write_page
+from flowalign.curation.scoring.stats import Progress, RunningStats, TooManyFailures
 from flowalign.curation.scoring.table_rows import (
     Column,
     DecodedMedium,
@@ -28,7 +29,7 @@ from flowalign.rewards.checked import CheckedReward, load
 from flowalign.types import RewardModel
 from flowalign.types.ranges import PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.console import say
-from flowalign.utils.files import read_object, write_text
+from flowalign.utils.files import read_object, write_rows, write_text
 from flowalign.utils.folders import compare_settings, record_settings
 
 MANIFEST, MAKER = "manifest.json", "a scoring job"
@@ -106,11 +107,16 @@ class ScoringJob:
         """Return the saved blocks."""
         return PartFiles(self.folder / "parts")
 
-    def tally(self, stats: RunningStats, blocks: Sequence[int]) -> None:
+    def tally(self, progress: Progress, blocks: Sequence[int]) -> None:
         """Add the rows of saved blocks; raise TooManyFailures if too many failed so far."""
         for row in self.parts.rows(blocks):
-            stats.add(row)
-        stats.check(self.max_failed_fraction, ROWS_BEFORE_CHECK)
+            progress.stats.add(row)
+        try:
+            progress.stats.check(self.max_failed_fraction, ROWS_BEFORE_CHECK)
+        except TooManyFailures:
+            if self.shard[1] == 1:
+                write_summary(self, progress.stats, {"status": "stopped", **progress.speed()})
+            raise
 
     def owns(self, block: int) -> bool:
         """Return whether a block belongs to this shard."""
@@ -147,10 +153,10 @@ def run(job: ScoringJob, progress: Progress) -> list[int]:
                 stamps[block] = [record.stamp() for _, record in records]
                 yield from ((block, i, record) for i, record in todo)
 
-    job.tally(progress.stats, parts.complete(filter(job.owns, parts.blocks())))
+    job.tally(progress, parts.complete(filter(job.owns, parts.blocks())))
     for block, rows in score_blocks(job, missing(), progress):
         parts.write(block, rows, stamps.pop(block))
-        job.tally(progress.stats, [block])
+        job.tally(progress, [block])
         progress.show()
     return blocks
 
@@ -167,14 +173,24 @@ def drop_changed(job: ScoringJob, parts: PartFiles) -> None:
 
 
 def finish(
-    job: ScoringJob, blocks: Sequence[int], kind: str, speed: Mapping[str, float] | None = None
+    job: ScoringJob,
+    blocks: Sequence[int],
+    kind: str,
+    speed: Mapping[str, float] | None = None,
+    prefix: str | None = None,
 ) -> RunningStats:
-    """Merge all parts into `scores.<kind>`, and write `summary.json`; return the statistics."""
+    """Merge all parts into `scores.<kind>`, and write the summary and the page; return the counts.
+
+    With a `prefix`, the means of every prompt are written as well, see `average_prompts`.
+    """
     stats = RunningStats()
     for row in job.parts.rows(blocks):
         stats.add(row)
     merge(job.parts, blocks, job.folder / f"scores.{kind}")
     write_summary(job, stats, {"status": "complete", **(speed or {})})
+    write_page(job.folder, job.dataset, stats)
+    if prefix is not None:
+        write_rows(job.folder / PROMPTS, average_prompts(job.parts.rows(blocks), prefix))
     return stats
 
 
