@@ -14,7 +14,6 @@ from flowalign.functional.agreement import list_pairs
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
 from flowalign.reward_training.labelled_pairs import pair_rows, read_scores
-from flowalign.utils.errors import ConfigError
 
 
 def medium(record, k, score, valid=True, prompt=None, **said):
@@ -284,7 +283,7 @@ def test_chosen_columns_only(tmp_path):
 )
 def test_wrong_options_are_refused(tmp_path, words, message):
     write(tmp_path, RANKED)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         run(tmp_path, *words)
 
 
@@ -300,7 +299,7 @@ def test_wrong_options_are_refused(tmp_path, words, message):
 def test_what_is_no_scored_table_is_refused(tmp_path, rows, message):
     if rows:
         write(tmp_path, rows)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         run(tmp_path)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from flowalign.cli.main import parse
 from flowalign.cli.reward import run as run_reward
-from flowalign.utils.errors import ConfigError
 from reward_models.questions.question_set import Item, QuestionSet, read_question_set
 
 ITEMS = [
@@ -87,7 +86,7 @@ def test_ridge_shrinks_and_the_seed_draws_the_held_out_pairs(tmp_path):
 def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, options, names, column, message):
     folder = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0), ((0, 1, 0), (1, 0, 1), 1)], names)
     given = ("--rewards", rewards(tmp_path, **options), "--out", tmp_path / "out.json")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         run(folder, *given, "--humans", column)
     assert not (tmp_path / "out.json").exists()
 
@@ -95,8 +94,8 @@ def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, options, names, colu
 def test_a_list_without_a_reward_that_can_be_fitted_is_refused(tmp_path):
     folder = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0), ((0, 1, 0), (1, 0, 1), 1)])
     given = ("--humans", "rank/overall", "--out", tmp_path / "out.json")
-    with pytest.raises(ConfigError, match="has 0 rewards with weights to fit"):
+    with pytest.raises(ValueError, match="has 0 rewards with weights to fit"):
         run(folder, "--rewards", "reward_models.JpegSize", *given)
     one = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0)])
-    with pytest.raises(ConfigError, match="has 1 scored pairs in rank/overall; 2 are needed"):
+    with pytest.raises(ValueError, match="has 1 scored pairs in rank/overall; 2 are needed"):
         run(one, "--rewards", rewards(tmp_path), *given)

@@ -22,7 +22,6 @@ from flowalign.reward_training import embeddings
 from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
 from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import MediaBatch
-from flowalign.utils.errors import ConfigError
 from flowalign.utils.folders import Claim
 from reward_models import ShapesVerifier, TrainedReward
 from reward_models.backbones.backbones import Lora, PooledFrames
@@ -419,7 +418,7 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
     ],
 )
 def test_a_run_file_that_makes_no_sense_is_refused_before_anything_is_read(tmp_path, changes, why):
-    with pytest.raises(ConfigError, match=why) as error:
+    with pytest.raises(ValueError, match=why) as error:
         load_run(
             str(run_file(tmp_path, tmp_path / "nowhere", tmp_path / "nothing.jsonl", **changes))
         )
@@ -433,7 +432,7 @@ def test_the_command_trains_and_turns_refusals_into_short_messages(tmp_path, cli
     said = capsys.readouterr().out
     assert "test records, best epoch 1" in said
     assert "accuracy" in said
-    with pytest.raises(ConfigError, match="already holds a training"):
+    with pytest.raises(ValueError, match="already holds a training"):
         run_reward(args)
 
 
