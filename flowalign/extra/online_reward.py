@@ -4,9 +4,10 @@ step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> he
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class OnlineRewardLoop(Loop):
         Each process contributes the pairs of its recorded samples.
         """
         processes, asked = self.learner.processes, 0 if batch is None else len(batch)
-        lead, first, second, features = self._judge(batch) if batch else _no_judgement()
+        lead, loss = self._judge(batch) if batch else (torch.zeros(0, 1), None)
         counted = {"asked": float(asked), "pairs": float((lead != 0).sum())}
         total = processes.sum_by_name(counted)
         metrics = {f"refresh/{name}": value for name, value in total.items()}
@@ -152,7 +153,7 @@ class OnlineRewardLoop(Loop):
             rows=Batch({"row": torch.arange(len(lead))}),
             total=int(total["pairs"]),
             sums=True,
-            losses=lambda _: [self._loss(lead, first, second, features)],
+            losses=lambda _: [loss()] if loss else [],
             micro_batch=max(len(lead), 1),
         )
         for update in range(self.cfg.head_updates):
@@ -161,10 +162,8 @@ class OnlineRewardLoop(Loop):
                 metrics |= {f"refresh/{name}": mean[name] for name in ("loss", "agreement")}
         return metrics
 
-    def _judge(
-        self, batch: MediaBatch
-    ) -> tuple[Float[Tensor, "p D"], Int[Tensor, "p"], Int[Tensor, "p"], Features]:
-        """Return the trusted score differences of all pairs, the pairs, and their features.
+    def _judge(self, batch: MediaBatch) -> tuple[Float[Tensor, "p D"], Callable[[], Loss]]:
+        """Return the trusted score differences of all pairs, and the loss of the head on them.
 
         A difference is 0 for ties and unknown scores.
         """
@@ -175,7 +174,8 @@ class OnlineRewardLoop(Loop):
         first, second = list_pairs(torch.tensor(batch.groups))
         lead = output.values[first][:, columns] - output.values[second][:, columns]
         told = lead.isfinite() & (lead.abs() > cfg.min_gap)
-        return torch.where(told, lead, 0.0), first, second, self.head.model.features(batch)
+        lead, features = torch.where(told, lead, 0.0), self.head.model.features(batch)
+        return lead, partial(self._loss, lead, first, second, features)
 
     def _loss(
         self,
@@ -192,12 +192,6 @@ class OnlineRewardLoop(Loop):
         loss = (bradley_terry(a, b, (lead > 0).to(a)) * (lead != 0)).sum()
         right = ((a - b).detach() * lead > 0).sum()
         return loss, {"loss": loss.detach(), "agreement": right}
-
-
-def _no_judgement() -> tuple[Tensor, Tensor, Tensor, Features]:
-    """Return empty results for a process without recorded samples."""
-    none = torch.zeros(0, dtype=torch.long)
-    return torch.zeros(0, 1), none, none, Features(torch.zeros(0, 1), torch.zeros(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
