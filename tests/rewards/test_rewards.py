@@ -329,6 +329,13 @@ def test_means_are_over_valid_samples():
 # Log-sigmoid-centred ------------------------------------------------------------------------------
 
 
+def test_log_sigmoid_centred_by_hand():
+    """A lead of ln 3 over the reference is 3/4, equality is 1/2."""
+    reward, reference = rows([math.log(3) + 1, -2.0]), rows([1.0, -2.0])
+    got = combine.centre_log_sigmoid(reward, known(reward), reference)
+    assert_close(got, rows([math.log(3 / 4), math.log(1 / 2)]))
+
+
 def test_its_sum_is_the_log_probability_that_all_are_good():
     reward, reference = torch.randn(5, 3, generator=seeded()), torch.zeros(5, 3)
     valid = torch.ones(5, 3, dtype=torch.bool)
