@@ -103,6 +103,9 @@ class ClipCache:
     """Output of the head at each of M marks."""
     layers: Sequence[Layer]
     """Keys and values of every layer, for this clip only."""
+    last: Int[Tensor, "3 1"]
+    """Position of the last token on three axes. The token is text, so the next position is one
+    more."""
 
     @property
     def length(self) -> int:
@@ -112,22 +115,20 @@ class ClipCache:
     def to(self, device: torch.device | str) -> "ClipCache":
         """Return a copy on another device."""
         layers = [(k.to(device), v.to(device)) for k, v in self.layers]
-        return ClipCache(self.heads.to(device), layers)
+        return ClipCache(self.heads.to(device), layers, self.last.to(device))
 
 
 def read_clips(
     network: Qwen2VLReward, chats: Sequence[Chat], marks: Sequence[int]
 ) -> list[ClipCache]:
-    """Read chats of equal length about a video, and return keys, values and head outputs.
-
-    Positions count tokens, as in VideoReward.
-    """
+    """Read chats of equal length about a video, and return keys, values and head outputs."""
     device = next(network.parameters()).device
     ids = torch.tensor([chat.ids for chat in chats], device=device)
     grid = {"video_grid_thw": torch.tensor([chat.grids[0] for chat in chats], device=device)}
+    positions = network.positions(ids, "video", grid)
     seen = network.backbone(
         input_ids=ids,
-        position_ids=torch.arange(ids.shape[1], device=device).expand(3, *ids.shape),
+        position_ids=positions,
         use_cache=True,
         pixel_values_videos=torch.cat([chat.patches for chat in chats]).to(device),
         **grid,
@@ -135,7 +136,7 @@ def read_clips(
     heads = network.head(take_marks(seen.last_hidden_state, ids, marks))
     layers = [(layer.keys, layer.values) for layer in seen[name_cache()].layers]
     return [
-        ClipCache(heads[i], [(k[i : i + 1], v[i : i + 1]) for k, v in layers])
+        ClipCache(heads[i], [(k[i : i + 1], v[i : i + 1]) for k, v in layers], positions[:, i, -1:])
         for i in range(len(chats))
     ]
 
@@ -154,10 +155,10 @@ def continue_clips(
         (torch.cat([k for k, _ in same]), torch.cat([v for _, v in same]))
         for same in zip(*(clip.layers for clip in clips), strict=True)
     ]
-    positions = torch.arange(ids.shape[1], device=device) + clips[0].length
+    start = torch.stack([clip.last for clip in clips], 1) + 1
     seen = network.backbone(
         input_ids=ids,
-        position_ids=positions.expand(3, *ids.shape),
+        position_ids=start + torch.arange(ids.shape[1], device=device),
         use_cache=True,
         **{name_cache(): transformers.DynamicCache(layers)},
     )

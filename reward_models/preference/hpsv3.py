@@ -46,6 +46,7 @@ class HPSv3(qwen2_vl.QwenReward):
 
     checkpoint: str = "MizzenAI/HPSv3"
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    position_mode: qwen2_vl.PositionMode = "sequential"
 
     def declare(self) -> RewardSpec:
         """Return the declaration."""
@@ -57,7 +58,7 @@ class HPSv3(qwen2_vl.QwenReward):
             licence="MIT",
             differentiable=True,
             needs=("prompt",),
-            version=", ".join([*weights, self.dtype]),
+            version=", ".join([*weights, f"{self.position_mode} positions", self.dtype]),
         )
 
     def read(self) -> nn.Module:
@@ -65,7 +66,7 @@ class HPSv3(qwen2_vl.QwenReward):
         config, self.tokenizer = qwen2_vl.read_base(self.base, [TOKEN])
         path = find_file(self.checkpoint, "HPSv3.safetensors")
         return qwen2_vl.build_network(
-            config, preference_head, read_tensors(path), path, dtype=self.dtype
+            config, preference_head, read_tensors(path), path, self.position_mode, self.dtype
         )
 
     def rate(self, batch: MediaBatch) -> BatchScores:

@@ -80,6 +80,7 @@ class VideoReward(qwen2_vl.QwenReward):
 
     checkpoint: str = "KwaiVGI/VideoReward"
     base: str | None = None
+    position_mode: qwen2_vl.PositionMode = "sequential"
     normalisation: Normalisation = "checkpoint"
     batch_size: PositiveInt = field(default=4, kw_only=True)
     config: dict[str, Any] = field(init=False)
@@ -97,7 +98,7 @@ class VideoReward(qwen2_vl.QwenReward):
             differentiable=True,
             needs=("prompt", "fps"),
             normalisation=units,
-            version=", ".join([*weights, self.dtype]),
+            version=", ".join([*weights, f"{self.position_mode} positions", self.dtype]),
         )
 
     def read(self) -> nn.Module:
@@ -109,7 +110,9 @@ class VideoReward(qwen2_vl.QwenReward):
         base = self.base or self.config["model_config"]["model_name_or_path"]
         architecture, self.tokenizer = qwen2_vl.read_base(base, TOKENS)
         step, tensors = read_step(folder, base, self.config["peft_lora_config"])
-        return qwen2_vl.build_network(architecture, _head, tensors, step, dtype=self.dtype)
+        return qwen2_vl.build_network(
+            architecture, _head, tensors, step, self.position_mode, self.dtype
+        )
 
     @override
     def examine(self, sample: MediaBatch) -> None:

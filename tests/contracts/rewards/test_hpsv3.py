@@ -60,6 +60,13 @@ def test_tokens_and_pixels_are_those_of_the_original(model):
     check_chats(chats, RECORDED, "image_grid_thw")
 
 
+def test_positions_of_three_axes_give_other_scores():
+    wrong = tiny(position_mode="mrope")
+    got = outputs(wrong, 2)
+    torch.testing.assert_close(got, RECORDED["logits_mrope"][2], atol=2e-5, rtol=0)
+    assert (got - RECORDED["logits"][2]).abs().max() > 0.3
+
+
 def test_what_every_reward_promises(monkeypatch):
     monkeypatch.setattr(hpsv3, "INSTRUCTION", "\nRate {prompt}: <|Reward|>\n")
     monkeypatch.setattr(hpsv3, "PIXELS", 4 * 28 * 28)
@@ -86,6 +93,12 @@ def test_a_failed_row_does_not_move_the_uncertainties_of_the_others(model, monke
     assert output.values[1, 0].item() == pytest.approx(expected[0].item(), abs=2e-5)
     assert output.uncertainty[1, 0].log().item() == pytest.approx(expected[1].item(), abs=2e-5)
     assert output.uncertainty[3] != output.uncertainty[1]
+
+
+def test_a_ribbon_is_a_failure_with_a_reason(model):
+    output = model.score(MediaBatch(torch.rand(2, 1, 3, 1, 201), ["a", "b"]))
+    assert not output.valid.any()
+    assert "over 200 times" in output.reasons[1]
 
 
 def test_half_precision_keeps_positions_and_head_exact(model):
@@ -115,11 +128,19 @@ def test_a_single_file_and_a_folder_are_both_checkpoints(model, tmp_path):
     assert torch.equal(outputs(tiny(tmp_path / "mine.safetensors"), 1), outputs(model, 1))
 
 
+def test_a_hub_name_without_a_hub_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^Qwen/Qwen2-VL-7B-Instruct is not a local folder"):
+        HPSv3().load()
+    with pytest.raises(ValueError, match="MizzenAI/HPSv3 is not a local folder"):
+        HPSv3(base=str(FOLDER / "base")).load()
+
+
 def test_fingerprints_tell_weights_and_settings_apart(tmp_path):
     def smaller(tensors):
         tensors["rm_head.5.bias"] -= 1
 
     other = rewritten(tmp_path, smaller)
-    check_fingerprints([tiny(), other, tiny(dtype="bfloat16")])
+    check_fingerprints([tiny(), other, tiny(position_mode="mrope"), tiny(dtype="bfloat16")])
     assert tiny().spec.fingerprint() == tiny(batch_size=1, offload=True).spec.fingerprint()
     assert math.isinf(tiny().spec.scale[1])

@@ -99,5 +99,7 @@ def test_a_base_of_another_kind_or_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_wrong_options_are_refused_by_name():
+    with pytest.raises(ValueError, match="'mRoPE'; it must be one of sequential, mrope"):
+        HPSv3(position_mode="mRoPE")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'half'; it must be one of float32, bfloat16"):
         HPSv3(dtype="half")  # pyright: ignore[reportArgumentType]

@@ -83,6 +83,13 @@ def test_tokens_and_pixels_are_those_of_the_original(model):
     check_chats(chats, RECORDED, "video_grid_thw")
 
 
+def test_positions_of_three_axes_give_other_scores():
+    wrong = tiny(position_mode="mrope")
+    got = raw(wrong, 0)
+    torch.testing.assert_close(got, RECORDED["logits_mrope"][0], atol=5e-5, rtol=0)
+    assert (got - RECORDED["logits"][0]).abs().max() > 1
+
+
 @pytest.mark.parametrize("normalisation", ["checkpoint", "published"])
 def test_scores_are_normalised_and_summed_as_in_the_original(normalisation):
     output = tiny(normalisation=normalisation).score(recorded(1))
@@ -122,7 +129,9 @@ def test_quality_and_motion_cannot_depend_on_the_prompt(model):
     torch.testing.assert_close(other, RECORDED["logits_other_prompt"][0], atol=5e-5, rtol=0)
 
 
-def test_reading_the_clip_before_the_prompt_changes_no_score(short):
+@pytest.mark.parametrize("position_mode", ["sequential", "mrope"])
+def test_reading_the_clip_before_the_prompt_changes_no_score(short, position_mode):
+    short.network.position_mode = position_mode
     batch = replace(example_batch(3, frames=12), fps=(8.0, 2.0, 8.0))
     for i in range(3):
         alone = in_one_pass(short, batch, i)
@@ -352,11 +361,20 @@ def test_a_lora_is_merged_by_its_formula():
     assert half["a.weight"].dtype == torch.bfloat16
 
 
+def test_a_hub_name_without_a_hub_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="KwaiVGI/VideoReward is not a local folder"):
+        VideoReward().load()
+    with pytest.raises(ValueError, match="Qwen/Qwen2-VL-2B-Instruct is not a local folder"):
+        VideoReward(str(FULL), "Qwen/Qwen2-VL-2B-Instruct").load()
+
+
 def test_fingerprints_tell_weights_and_settings_apart():
     check_fingerprints(
         [
             tiny(),
             tiny(ADAPTER),
+            tiny(position_mode="mrope"),
             tiny(normalisation="checkpoint"),
             tiny(dtype="bfloat16"),
         ]
