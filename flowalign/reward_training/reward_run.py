@@ -95,6 +95,10 @@ class RewardRun:
                     else "finished samples: set it to null"
                 )
             )
+        if self.optimizer.kind != "adamw":
+            raise ValueError(
+                f"optimizer.kind is {self.optimizer.kind}; the training of a reward has adamw only"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is cuda, but there is no GPU; set it to auto or cpu")
 

@@ -410,6 +410,7 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
         ({"held_out": 0.0}, "held_out is 0.0; it must be above 0"),
         ({"schedule": {"epochs": 0}}, "schedule.epochs is 0; it must be at least 1"),
         ({"nonsense": 1}, "nonsense"),
+        ({"optimizer": {"kind": "adamw_offloaded"}}, "optimizer.kind is adamw_offloaded; .* adamw"),
         ({"head": {"class_path": "reward_models.backbones.heads.MLQ"}}, "MLQ"),
         (
             {"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
