@@ -172,7 +172,20 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Return the stream, which samples each batch at its step."""
         rewards = replace(context.rewards, on_failure=self.on_failed_reward)
         requests = Requests(read_requests(self.prompts), context.seed, context.conditioning)
-        return ScoredStream(self.rollouts, learner, rewards, requests, self)
+        completed = self.completed_states if self.clean == "completion" else None
+        return ScoredStream(
+            self.rollouts,
+            learner,
+            rewards,
+            requests,
+            self.weights,
+            completed,
+            self.weight_map,
+            self.moves,
+            self.spatial,
+            self.contrast,
+            self.modalities,
+        )
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
         """Map each trained step to the completed state that its credit is computed from.

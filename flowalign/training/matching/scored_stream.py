@@ -1,9 +1,9 @@
 """Sample and score groups at each step, and compute the advantages within groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,17 +16,17 @@ from flowalign.functional.resizing import average_on_grid, normalise_mean
 from flowalign.losses.matching.advantages import pair_contrast
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.rollout import empty_trajectory
-from flowalign.training.matching.reward_moves import with_states
+from flowalign.training.matching.reward_moves import Moves, with_states
 from flowalign.training.matching.source import CreditedStream, StepAdvantages, StepExamples
-from flowalign.training.rollouts.advantages import AdvantageEstimate, GatheredCredit
+from flowalign.training.rollouts.advantages import AdvantageEstimate, GatheredCredit, RewardMap
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Batch, Cond, Request, Trajectory
 from flowalign.types.trajectory import Completion, take_rows
 
-if TYPE_CHECKING:
-    from flowalign.training.matching.scored_groups import ScoredGroups
+CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
+"""Function from trained steps to the completed states that their credit is computed from."""
 
 
 class ScoutedValues(CompletionValues):
@@ -72,8 +72,21 @@ class ScoredStream(CreditedStream):
     are dropped.
     """
 
-    source: "ScoredGroups"
-    """Settings of the groups."""
+    weights: str
+    """Weights for sampling: policy, or the name of an average."""
+    completed: CompletedStates | None = None
+    """Completed state of each trained step, noised instead of the sample. None: the sample."""
+    weight_map: str | None = None
+    """Name of a reward model with a map that weights each sample's error. None: equal weights."""
+    moves: Moves | None = None
+    """Moves of latents along the reward gradient; clean predictions replace the samples. None:
+    none."""
+    spatial: RewardMap | None = None
+    """Distribution of advantages over latent positions. None: equal advantages."""
+    contrast: bool = False
+    """Whether the examples are visited states with the direction from the other sample."""
+    modalities: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Reward dimensions of each part of the states. Empty: one advantage."""
     memory: dict[str, float] = field(default_factory=dict)
     """State of the moves, kept from step to step."""
 
@@ -91,13 +104,13 @@ class ScoredStream(CreditedStream):
         first, total = int(chosen[: local.start].any(1).sum()), int(chosen.any(1).sum())
         own = estimate.advantage[local]
         advantage, trained = own[kept], chosen[local][kept]
-        spatial = self.source.spatial
-        places = spatial(own, values)[kept] if spatial and spatial.blend else None
+        places = self.spatial(own, values) if self.spatial and self.spatial.blend else None
+        places = None if places is None else places[kept]
         if self.cfg.credit is None:
             outcome = advantage[:, 0]
             columns = {"advantage": outcome, "desirable": outcome > 0}
             columns |= {} if places is None else {"places": places[:, 0]}
-            columns |= self._route(estimate.gathered, local, kept) if self.source.modalities else {}
+            columns |= self._route(estimate.gathered, local, kept) if self.modalities else {}
             examples = examples.with_columns(**columns)
             examples, visited, found = self._visit(values.trajectory, examples, kept)
             metrics |= found
@@ -153,7 +166,7 @@ class ScoredStream(CreditedStream):
     ) -> dict[str, dict[str, Float[Tensor, "n"]]]:
         """Return the advantages of the kept samples by the rewards of each part."""
         compare = self.rollouts.estimator.compare_dims
-        found = {part: compare(gathered, dims) for part, dims in self.source.modalities.items()}
+        found = {part: compare(gathered, dims) for part, dims in self.modalities.items()}
         return {"modality_advantage": {n: each[local][kept, 0] for n, each in found.items()}}
 
     def _visit(
@@ -161,23 +174,23 @@ class ScoredStream(CreditedStream):
     ) -> tuple[Batch, Trajectory | None, dict[str, float]]:
         """Return the kept samples with their directions or targets, the states to match, and
         metrics."""
-        if self.source.contrast:
+        if self.contrast:
             direction = pair_contrast(trajectory.state(trajectory.num_steps))[kept]
             states = {k: trajectory.state(k, kept) for k in range(trajectory.num_steps + 1)}
             examples = examples.with_columns(contrast=direction)
             return examples, with_states(trajectory, states, kept), {}
-        if self.source.moves is None:
+        if self.moves is None:
             return examples, None, {}
         with self._sampling_weights():
-            return self.source.moves.move(
+            return self.moves.move(
                 self.learner, self.rewards, trajectory, examples, kept, self.memory
             )
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the policy has the sampling weights."""
-        if self.source.weights == "policy":
+        if self.weights == "policy":
             return nullcontext()
-        return self.learner.averaged(self.source.weights)
+        return self.learner.averaged(self.weights)
 
     def _examples(
         self, values: CompletionValues, kept: Int[Tensor, "n"], num_requests: int
@@ -197,9 +210,9 @@ class ScoredStream(CreditedStream):
                 "group": places[prompt],
             }
         )
-        if self.source.weight_map is None:
+        if self.weight_map is None:
             return rows
-        maps = values.outcome_map(self.source.weight_map)[kept]
+        maps = values.outcome_map(self.weight_map)[kept]
         maps = normalise_mean(average_on_grid(maps, tuple(latents.shape[2:])))
         return rows.with_columns(weight_map=maps.to(latents.device))
 
@@ -226,7 +239,7 @@ class ScoredStream(CreditedStream):
     ) -> StepAdvantages:
         """Return the step advantages of the kept samples, with the completed latents."""
         steps = trajectory.trained.any(0).nonzero()[:, 0].tolist()
-        states = self.source.completed_states(steps) if self.source.clean == "completion" else {}
+        states = self.completed(steps) if self.completed else {}
         completed = {k: _completion(trajectory, j, self.cfg)[kept] for k, j in states.items()}
         return StepAdvantages(trajectory.sigmas.cpu(), advantage, trained, completed)
 
