@@ -19,7 +19,6 @@ from flowalign.utils.imports import import_optional
 if TYPE_CHECKING:
     from flowalign.curation.scoring.scoring_job import ScoringJob
     from flowalign.curation.scoring.stats import RunningStats
-    from flowalign.types import RewardModel
 
 HELP = "Score a dataset, or a folder of images or videos."
 _THREADS = min(8, os.cpu_count() or 1)
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
                 blocks, speed = score(job, progress), progress.speed()
         if not args.shard:
             stats = scoring.finish(job, blocks, args.format, speed, args.summarize)
-            _print_summary(args, stats, job.models)
+            _print_summary(args, stats, job)
             stats.check(job.max_failed_fraction)
     except TooManyFailures as error:
         sys.stderr.write(f"error: {error}\n")
@@ -187,9 +186,7 @@ def _device(i: int) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
 
 
-def _print_summary(
-    args: argparse.Namespace, stats: "RunningStats", models: "Sequence[RewardModel]"
-) -> None:
+def _print_summary(args: argparse.Namespace, stats: "RunningStats", job: "ScoringJob") -> None:
     from flowalign.curation.scoring.scores_page import PAGE, PROMPTS
 
     folder = Path(args.out)
@@ -204,6 +201,6 @@ def _print_summary(
     rows["page"] = str(folder / PAGE)
     if args.summarize is not None:
         rows["prompts"] = str(folder / PROMPTS)
-    rows |= {f"warning: {one.spec.name}": one.caveat for one in models if one.caveat}
+    rows |= {f"warning: {one.spec.name}": one.caveat for one in job.models if one.caveat}
     scores = folder / f"scores.{args.format}"
     table(f"{stats.rows} rows, {stats.failed} failed: {scores}", rows)

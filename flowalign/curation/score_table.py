@@ -114,7 +114,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
     scores: list[list[float]] = []
     fingerprints: dict[str, str] = {}
     for row in itertools.chain([first], rows):
-        fields = get_fields(row)
+        fields = row.get_fields()
         media.append(_medium(fields, root))
         scores.append([_score(fields, dim, row.where) for dim in dims])
         fingerprints.setdefault(str(fields.get("fingerprint") or ""), row.where)
@@ -129,7 +129,7 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
 
 
 def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[str]:
-    columns = get_fields(first)
+    columns = first.get_fields()
     missing = [name for name in _NEEDED if name not in columns]
     known = [name for name in columns if f"{name}_valid" in columns]
     labels = [name for name in columns if name.startswith(_LABELS)]
@@ -141,13 +141,6 @@ def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[st
             hint = suggest_name(name, [*known, *labels])
             raise ValueError(f"{path} has no dimension {name!r}; {hint}"[:400])
     return requested or known
-
-
-def get_fields(row: Row) -> Mapping[str, Any]:
-    """Return the fields of a row; raise ValueError if it could not be read."""
-    if row.problem:
-        raise ValueError(f"{row.where} {row.problem}")
-    return row.fields
 
 
 def _medium(fields: Mapping[str, Any], root: str) -> ScoredMedium:

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.curation.score_table import get_fields
 from flowalign.data.readers.find_files import FORMATS
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.resampling import number_values
@@ -132,7 +131,7 @@ def pair_rows(table: ScoredTable, dim: str, column: str) -> ScoredPairs:
 
 
 def _read(path: Path) -> Columns:
-    rows = [get_fields(row) for row in FORMATS[path.suffix](path)]
+    rows = [row.get_fields() for row in FORMATS[path.suffix](path)]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -52,6 +52,12 @@ class Row:
         """Return file and row, for messages."""
         return f"{self.file.name} row {self.number}"
 
+    def get_fields(self) -> Mapping[str, Any]:
+        """Return the fields; raise ValueError if the row could not be read."""
+        if self.problem:
+            raise ValueError(f"{self.where} {self.problem}")
+        return self.fields
+
 
 def decode_text(content: bytes) -> str:
     """Return a text in UTF-8, or in UTF-16 with a byte order mark, without its mark."""
