@@ -95,9 +95,11 @@ def with_rollouts(stored: str, **changes) -> str:
 
 @pytest.mark.slow
 def test_rollouts_without_rewards_are_refused(written):
-    for wrong in ({"rewards": []}, {"weight": {"exact_match": 0.0}}, {}):
+    none = complaint(with_rollouts(written(), rewards=[]))
+    assert "rewards is empty; name at least one reward model" in none
+    for wrong in ({"weight": {"exact_match": 0.0}}, {}):
         message = complaint(with_rollouts(written(), **wrong))
-        assert "data of class Rollouts pairs samples by rewards" in message
+        assert "no reward has a weight other than 0: set the weight of one of its" in message
     run, _ = load(with_rollouts(written(), weight={"exact_match": 1.0}))
     assert isinstance(run.recipe, Matching)
 
