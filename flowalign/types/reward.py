@@ -264,7 +264,7 @@ def score_usable(
     failed: Mapping[int, str],
     score: Callable[[MediaBatch], RewardOutput],
 ) -> RewardOutput:
-    """Return the output of a batch, of which `score` gets the samples that have not failed."""
+    """Return the output of a batch; `score` gets only the samples that have not failed."""
     good = [i for i in range(len(batch)) if i not in failed]
     if not failed:
         return score(batch)
