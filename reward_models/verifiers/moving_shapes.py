@@ -203,7 +203,7 @@ def _places(objects: Objects, i: int) -> Float[Tensor, "m 3"]:
 def _tracks(
     actors: tuple[Actor, ...],
     kinds: Sequence[Sequence[tuple[str, str]]],
-    places: Sequence[Float[Tensor, "m 3"]],
+    places: Sequence[Float[Tensor, "_ 3"]],
 ) -> list[tuple[Actor, Track]]:
     """Track the requested objects present in every frame, each to its nearest successor."""
     followed: list[tuple[Actor, Track]] = []

@@ -30,7 +30,7 @@ class _Pending:
 
     requests: Sequence[CompletionRequest]
     """States to score."""
-    rows: Sequence[Int[Tensor, "n"]]
+    rows: Sequence[Int[Tensor, "_"]]
     """Distinct rows of each state."""
     scoring: Scoring
     """Scores in progress."""
