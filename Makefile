@@ -53,7 +53,7 @@ test-long: $(STAMP) ## random stops compared bit by bit, and 40 toy steps of eve
 pythons: ## readers and the functional core in .venv-3.11, .venv-3.12 and .venv-3.13, where they exist
 	@for version in 3.11 3.12 3.13; do \
 	  if test -x .venv-$$version/bin/pytest; then \
-	    .venv-$$version/bin/pytest -q tests/functional tests/data/media tests/data/test_readers.py || exit 1; \
+	    .venv-$$version/bin/pytest -q tests/functional tests/utils/media tests/data/test_readers.py || exit 1; \
 	  else echo "Python $$version is not tested: no environment .venv-$$version"; fi; done
 
 older-cpu: $(STAMP) ## tests of rounding on the kernels of an older CPU, a minute

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.media.media import Media
 from flowalign.data.prefetch import EpochSampler, prefetch
 from flowalign.types import Request, plain_requests
+from flowalign.utils.media.media import Media
 from tests.fixtures.pixel import PixelPolicy
 
 LATENT, TEXT = (16, 64, 64), (154, 4096)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.media.encode import write_clip
+from flowalign.utils.media.encode import write_clip
 from reward_models.verifiers.moving_shapes import MOTIONS, Actor, parse_prompt, write_clause
 from reward_models.verifiers.shapes import BACKGROUND, COLOURS, SHAPES
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.media.encode import write_picture
 from flowalign.types import Reference, Request
 from flowalign.utils.files import write_text
+from flowalign.utils.media.encode import write_picture
 
 
 def write_requests(file: Path, requests: Sequence[tuple[str, Request]]) -> None:

@@ -10,8 +10,8 @@ from torch.nn import Module
 from flowalign.rewards.function_reward import CallableReward
 from flowalign.runs.config.loading import LoadedRun
 from flowalign.types import RewardModel
-from flowalign.types.ranges import Component, get_annotations, get_arguments
 from flowalign.utils.live_objects import PREFIX
+from flowalign.utils.ranges import Component, get_annotations, get_arguments
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml
 
 _FUNCTION = "flowalign.rewards.FunctionReward"

@@ -14,11 +14,11 @@ from flowalign.curation.scoring.part_files import join_own_columns
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Progress
 from flowalign.curation.scoring.table_rows import check_prompts
-from flowalign.data.media.encode import write_clip, write_picture
 from flowalign.data.readers import Columns, open_dataset
-from flowalign.rewards.direct import read_clips
 from flowalign.utils.folders import check_folder_path, hold_lock
 from flowalign.utils.imports import import_optional
+from flowalign.utils.media.decode import read_clips
+from flowalign.utils.media.encode import write_clip, write_picture
 
 _FPS = 8.0
 """Frame rate of videos that are given as lists of images."""

@@ -8,8 +8,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.advantage import compare_in_groups, group_mean
-from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval
+from flowalign.types import (
+    CreditEstimator,
+    LatentReward,
+    NonNegativeInt,
+    PositiveInt,
+    StepCredit,
+    Trajectory,
+    UnitInterval,
+    ValueFunction,
+)
 from flowalign.types.trajectory import Completion, prompt_step_ids
 
 

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.types.ranges import NonNegativeFloat
+from flowalign.types import CreditEstimator, NonNegativeFloat, StepCredit, Trajectory, ValueFunction
 
 Constraint = Literal["consistent", "none"]
 

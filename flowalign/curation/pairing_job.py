@@ -17,12 +17,12 @@ from flowalign.curation.score_table import (
     ScoreTable,
     assign_stages,
 )
-from flowalign.data.media.encode import read_thumbnail
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import DropReport, Inspection
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.reports.pages import data_address, histogram, render
 from flowalign.utils.folders import check_folder_path
+from flowalign.utils.media.encode import read_thumbnail
+from flowalign.utils.media.media import Media, MediaProblem
 from flowalign.utils.seeds import is_in_share
 
 TRAIN, HELD_OUT, SUMMARY, PAGE = "train.jsonl", "held_out.jsonl", "summary.json", "pairs.html"

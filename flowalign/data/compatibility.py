@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import has_hole, shape_of
 from flowalign.types import InputSpec, Policy, Request, RewardModel, RewardSpec
+from flowalign.utils.media.media import MediaProblem
 
 
 def check_requests(

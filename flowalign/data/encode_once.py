@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media, MediaProblem, digest_media
 from flowalign.data.prefetch import prefetch
 from flowalign.data.tensor_store import Key, Keys, TensorCache, is_latent, read_latent
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.types import Cond, Policy, Request, encode_requests
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media, MediaProblem, digest_media
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048

@@ -10,16 +10,16 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.media.decode import Clip, decode
-from flowalign.data.media.media import (
+from flowalign.functional.resizing import hole_within
+from flowalign.types import Reference, Request
+from flowalign.utils.media.decode import Clip, decode
+from flowalign.utils.media.media import (
     Media,
     MediaProblem,
     describe_missing,
     digest_media,
     stamp_media,
 )
-from flowalign.functional.resizing import hole_within
-from flowalign.types import Reference, Request
 
 
 @dataclass(frozen=True)

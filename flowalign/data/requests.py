@@ -19,7 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import read_reference
 from flowalign.data.readers.formats import Row, RowProblem
 from flowalign.data.readers.schema import REQUEST_MASK, Fields
@@ -34,6 +33,7 @@ from flowalign.data.readers.sources import (
 from flowalign.types import PromptConditioning, Reference, Request
 from flowalign.utils.files import bundled, parse_json
 from flowalign.utils.live_objects import find_object
+from flowalign.utils.media.media import MediaProblem
 from flowalign.utils.seeds import shuffle
 
 _REFERENCES = ("image", "images", "references")

@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.types import Cond, Policy, PromptCache, PromptEncoder, Request
 from flowalign.utils.files import atomic_write
+from flowalign.utils.media.media import Media, MediaProblem
 
 ROWS_PER_FILE = 256
 BYTES_PER_FILE = 1 << 26

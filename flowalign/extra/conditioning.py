@@ -10,13 +10,14 @@ from typing_extensions import override
 
 from flowalign.types import (
     ConditionedPrompt,
+    FiniteFloat,
+    NonNegativeInt,
     Policy,
     PromptConditioning,
     PromptGuidance,
     Request,
 )
 from flowalign.types.prompt_conditioning import add_words, check_caption
-from flowalign.types.ranges import FiniteFloat, NonNegativeInt
 
 
 @dataclass(frozen=True, kw_only=True)

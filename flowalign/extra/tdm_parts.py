@@ -20,13 +20,16 @@ from flowalign.training.reference import EMA, Ramp, TrainedWeights, guide
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Batch, Cond, Trajectory, VelocityField
-from flowalign.types.ranges import (
+from flowalign.types import (
+    Batch,
+    Cond,
     DenoisingSteps,
     GuidanceScale,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Trajectory,
+    VelocityField,
     require_ranges,
 )
 from flowalign.types.trajectory import take_rows

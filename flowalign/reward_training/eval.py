@@ -21,7 +21,7 @@ from flowalign.reward_training.labelled_pairs import (
     number_groups,
     pair_rows,
 )
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, Range, require_ranges
+from flowalign.types import NonNegativeInt, PositiveInt, Range, require_ranges
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",

@@ -19,8 +19,16 @@ from flowalign.reward_training.training import RewardTrainer, seeded_draws
 from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.states import Times
-from flowalign.types import Backbone, Head, NoisyBackbone
-from flowalign.types.ranges import Decay, PositiveInt, Range, Seed, require_ranges
+from flowalign.types import (
+    Backbone,
+    Decay,
+    Head,
+    NoisyBackbone,
+    PositiveInt,
+    Range,
+    Seed,
+    require_ranges,
+)
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import LOCK, Claim, clear, is_unused
 from flowalign.utils.tracking import FILE, Tracker

@@ -19,16 +19,19 @@ from flowalign.rewards.combine import (
 )
 from flowalign.rewards.composite import Rewards
 from flowalign.types import (
+    Decay,
+    FiniteFloat,
     LatentReward,
     MediaBatch,
     PastOutcomes,
+    PositiveFloat,
     Request,
     RewardOutput,
     Trajectory,
     ValueFunction,
     insert_words,
+    require_ranges,
 )
-from flowalign.types.ranges import Decay, FiniteFloat, PositiveFloat, require_ranges
 from flowalign.types.trajectory import Completion
 
 

@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from flowalign.data.media.media import MediaProblem
-from flowalign.data.media.pixels import count_frames, explain_damage, to_rgb
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
 from flowalign.utils.files import parse_json
+from flowalign.utils.media.media import MediaProblem
+from flowalign.utils.media.pixels import count_frames, explain_damage, to_rgb
 
 Pixels = Literal["float32", "8bit"]
 _ROUNDING = 1e-3

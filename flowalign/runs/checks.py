@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import TRAINING_SAMPLES, write_report
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.session import Session
@@ -20,6 +19,7 @@ from flowalign.training.held_out_evaluation import Evaluation, EvaluationResult,
 from flowalign.training.watch import Panel
 from flowalign.types import encode_requests, prompts_of
 from flowalign.utils.costs import Costs, stage
+from flowalign.utils.media.pixels import to_bytes, to_images
 from flowalign.utils.run_events import notify
 
 BEST = "best"

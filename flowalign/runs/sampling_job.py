@@ -19,14 +19,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from flowalign.data.media.encode import (
-    CLIPS,
-    PICTURE_FILES,
-    fit_into,
-    write_clip,
-    write_grid,
-    write_picture,
-)
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.runs.config import Run
 from flowalign.runs.steering import Steering
@@ -36,6 +28,14 @@ from flowalign.types import Request, Sound
 from flowalign.utils.console import Progress
 from flowalign.utils.files import digest_file, write_text
 from flowalign.utils.folders import record_settings
+from flowalign.utils.media.encode import (
+    CLIPS,
+    PICTURE_FILES,
+    fit_into,
+    write_clip,
+    write_grid,
+    write_picture,
+)
 from flowalign.utils.seeds import generator
 
 MANIFEST, LISTING = "sample.json", "metadata.jsonl"

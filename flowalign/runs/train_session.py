@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import yaml
 
-from flowalign.data.media.pixels import to_bytes, to_images
 from flowalign.reports.run_report import write_report
 from flowalign.runs.checks import (
     VelocityCheck,
@@ -36,6 +35,7 @@ from flowalign.utils.costs import Costs
 from flowalign.utils.errors import TrainingFailure
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
+from flowalign.utils.media.pixels import to_bytes, to_images
 from flowalign.utils.run_events import hide_in_settings
 from flowalign.utils.tracking import Tracker
 

@@ -10,8 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import SharedRows
-from flowalign.types.ranges import NonNegativeInt, PositiveFloat, Range, Settings
+from flowalign.types import NonNegativeInt, PositiveFloat, Range, Settings, SharedRows
 
 Children = Annotated[int, Range(least=2, most=100_000)]
 """Number of states that one state splits into."""

@@ -22,7 +22,7 @@ from flowalign.functional.noise_calibration import (
     initial_levels,
     paper_rule,
 )
-from flowalign.types.ranges import PositiveFloat, PositiveInt, require_ranges
+from flowalign.types import PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.files import read_object, write_text
 
 Rule = Literal["damped", "paper"]

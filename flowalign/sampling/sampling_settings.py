@@ -12,13 +12,14 @@ from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, BranchLayout, Chain, Comb, arrange_samples
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.sampling.sde_windows import AllButLast, FrameWindow, SDEWindow
-from flowalign.types import Policy, Reduced
-from flowalign.types.ranges import (
+from flowalign.types import (
     DenoisingSteps,
     GroupSize,
+    Policy,
     PositiveFloat,
     PositiveInt,
     Range,
+    Reduced,
     require_ranges,
 )
 from flowalign.types.trajectory import Completion

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowalign.training.learner import Learner
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, Settings
+from flowalign.types import NonNegativeInt, PositiveInt, Settings
 from flowalign.utils.files import digest_file, sync_file, sync_tree
 from flowalign.utils.imports import LazyModule
 

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowalign.data.media.pixels import reduce_size, spread_frames, to_bytes
 from flowalign.functional.noise_matching import add_noise, sample_error
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.inference import encode_once
@@ -27,12 +26,15 @@ from flowalign.types import (
     MediaBatch,
     Policy,
     PromptConditioning,
+    Range,
     Request,
     RewardModel,
+    Settings,
+    UnitInterval,
     VelocityField,
 )
-from flowalign.types.ranges import Range, Settings, UnitInterval
 from flowalign.utils.files import atomic_write
+from flowalign.utils.media.pixels import reduce_size, spread_frames, to_bytes
 from flowalign.utils.seeds import generator
 
 LEVELS = 4

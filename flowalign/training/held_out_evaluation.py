@@ -13,8 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.media.encode import write_clip, write_grid, write_picture
-from flowalign.data.media.pixels import LONGEST, MOST_FRAMES, reduce_size, thin_frames
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
@@ -29,14 +27,20 @@ from flowalign.training.divergence import (
 )
 from flowalign.training.watch import DIVERSITY, KL, Watch, measure_panel, measure_signals
 from flowalign.types import (
+    DenoisingSteps,
+    NonNegativeInt,
     Policy,
+    PositiveInt,
     PromptConditioning,
     Request,
+    Seed,
     VelocityField,
     prompts_of,
+    require_ranges,
 )
-from flowalign.types.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.files import read_object, write_text
+from flowalign.utils.media.encode import write_clip, write_grid, write_picture
+from flowalign.utils.media.pixels import LONGEST, MOST_FRAMES, reduce_size, thin_frames
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8

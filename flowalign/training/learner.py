@@ -18,13 +18,14 @@ from flowalign.training.reference import (
     WeightOverride,
     reference_for,
 )
-from flowalign.types import Policy, VelocityField
-from flowalign.types.ranges import (
+from flowalign.types import (
     Decay,
     NonNegativeInt,
+    Policy,
     PositiveFloat,
     Range,
     UnitInterval,
+    VelocityField,
     require_ranges,
 )
 from flowalign.utils.errors import TrainingFailure

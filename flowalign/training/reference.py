@@ -11,16 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.sampling.inference import without_guidance
-from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests
-from flowalign.types.policy import with_denoiser, with_guidance
-from flowalign.types.ranges import (
+from flowalign.types import (
+    Cond,
     Decay,
     NonNegativeFloat,
     NonNegativeInt,
+    Policy,
     PositiveInt,
+    Request,
     Settings,
     UnitInterval,
+    VelocityField,
+    encode_requests,
 )
+from flowalign.types.policy import with_denoiser, with_guidance
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 

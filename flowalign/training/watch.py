@@ -28,8 +28,14 @@ from flowalign.functional.degradation import (
 )
 from flowalign.rewards.composite import Rewards
 from flowalign.training.divergence import group_rows
-from flowalign.types import MediaBatch, Request
-from flowalign.types.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
+from flowalign.types import (
+    MediaBatch,
+    NonNegativeFloat,
+    PositiveFloat,
+    Range,
+    Request,
+    require_ranges,
+)
 from flowalign.utils.files import read_object, write_json
 
 Action = Literal["warn", "stop", "roll_back"]

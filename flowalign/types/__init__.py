@@ -65,27 +65,11 @@ from flowalign.types.prompt_conditioning import (
     encode_requests,
     insert_words,
 )
-from flowalign.types.ranges import (
-    LARGEST_INT,
-    Component,
-    Decay,
-    FiniteFloat,
-    Guidance,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-    Seed,
-    UnitInterval,
-    require_ranges,
-)
 from flowalign.types.request import (
     ConditionedPrompt,
     MediaBatch,
     Reference,
     Request,
-    Sound,
     plain_requests,
     prompts_of,
 )
@@ -112,3 +96,24 @@ from flowalign.types.reward_heads import (
     Refreshable,
 )
 from flowalign.types.trajectory import Completion, Cond, SharedRows, Trajectory
+from flowalign.utils.media.media import Sound
+from flowalign.utils.ranges import (
+    LARGEST_INT,
+    Component,
+    Decay,
+    DenoisingSteps,
+    FiniteFloat,
+    GroupSize,
+    Guidance,
+    GuidanceScale,
+    ImportPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    Settings,
+    UnitInterval,
+    require_ranges,
+)

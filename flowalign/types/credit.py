@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.transition import Kernel
-from flowalign.types.ranges import require_ranges
 from flowalign.types.reward_heads import LatentReward
 from flowalign.types.trajectory import Completion, Trajectory
+from flowalign.utils.ranges import require_ranges
 
 
 @dataclass(frozen=True)

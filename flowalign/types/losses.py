@@ -16,7 +16,7 @@ from torch import Tensor
 from flowalign.functional.transition import FlowSDE, Gaussian, Kernel, transition
 from flowalign.types.batch import Batch
 from flowalign.types.policy import VelocityField
-from flowalign.types.ranges import require_ranges
+from flowalign.utils.ranges import require_ranges
 
 Loss: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 """Mean loss of a minibatch, and detached scalars for the log."""

@@ -8,8 +8,9 @@ from typing import Literal, Protocol, TypeVar, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types.ranges import PositiveInt, UnitInterval
-from flowalign.types.request import Request, Sound
+from flowalign.types.request import Request
+from flowalign.utils.media.media import Sound
+from flowalign.utils.ranges import PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from flowalign.types.policy import Policy
-from flowalign.types.ranges import FiniteFloat
 from flowalign.types.request import ConditionedPrompt, Request
 from flowalign.types.trajectory import Cond
+from flowalign.utils.ranges import FiniteFloat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.utils.media.media import Sound
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -112,16 +114,6 @@ def plain_requests(prompts: Iterable[str]) -> list[Request]:
 def prompts_of(requests: Iterable[Request]) -> list[str]:
     """Return the prompts of requests, with duplicates."""
     return [request.prompt for request in requests]
-
-
-@dataclass(frozen=True)
-class Sound:
-    """Sound of one clip."""
-
-    waveform: Float[Tensor, "C S"]
-    """Amplitudes in [-1, 1], one row per channel."""
-    rate: int
-    """Amplitudes per second."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-import flowalign
-from flowalign.types.ranges import Component
 from flowalign.types.request import MediaBatch, Request
+from flowalign.utils.media.decode import read_clips
+from flowalign.utils.ranges import Component
 
 Need = Literal["prompt", "fps", "references", "groups", "sound"]
 
@@ -293,9 +294,34 @@ class RewardModel(Component, ABC):
         `media` are PIL images, paths or tensors in [0, 1]; `columns` are further metadata. The
         result is a list, or a list by name for models with several dimensions. A failed score is
         NaN, with a warning that has the reason.
+
+        Raises:
+            ValueError: The media have an unknown form, or another number than the prompts or a
+                column.
         """
-        # Types are below the rooms that decode media, so the package offers the function.
-        return flowalign.call_reward(self, media, prompts, **columns)
+        clips = read_clips(media)
+        texts = [prompts] * len(clips) if isinstance(prompts, str) else list(prompts)
+        for name, column in {"prompts": texts, **columns}.items():
+            if len(column) != len(clips):
+                raise ValueError(
+                    f"{name} has {len(column)} entries for {len(clips)} images or videos"
+                )
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(len(clips))]
+        if isinstance(self, Loadable):
+            self.load()
+        values = torch.full((len(clips), len(self.spec.dims)), nan)
+        for shape in dict.fromkeys(clip.shape for clip in clips):
+            same = [i for i, clip in enumerate(clips) if clip.shape == shape]
+            pixels, prompt_part = torch.stack([clips[i] for i in same]), [texts[i] for i in same]
+            output = self.score(
+                MediaBatch(pixels, prompt_part, [rows[i] for i in same] if columns else ())
+            )
+            values[same] = output.values
+            for i, reason in output.reasons.items():
+                warnings.warn(f"{self.spec.name}: sample {same[i]}: {reason}", stacklevel=2)
+        if len(self.spec.dims) == 1:
+            return values[:, 0].tolist()
+        return dict(zip(self.spec.dims, values.T.tolist(), strict=True))
 
     @property
     def caveat(self) -> str:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from flowalign.functional.rating import Features
 from flowalign.types.policy import Policy
-from flowalign.types.ranges import Component
 from flowalign.types.request import MediaBatch
 from flowalign.types.reward import Loadable
 from flowalign.types.trajectory import Cond
+from flowalign.utils.ranges import Component
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.transition import Kernel
-from flowalign.types.ranges import PositiveInt, Settings
 from flowalign.types.request import Request, prompts_of
+from flowalign.utils.ranges import PositiveInt, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

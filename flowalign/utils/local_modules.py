@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowalign.types.ranges import find_annotations, get_item_annotation, is_component
 from flowalign.utils.errors import ConfigError, describe_error
 from flowalign.utils.files import digest_file
+from flowalign.utils.ranges import find_annotations, get_item_annotation, is_component
 
 FUNCTION_REWARD = "flowalign.rewards.FunctionReward"
 """Class path of the reward model that calls a plain function."""

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from flowalign.types.ranges import describe_misfit, find_errors
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.local_modules import find_annotation, name_files, resolve_components
+from flowalign.utils.ranges import describe_misfit, find_errors
 from flowalign.utils.setting_errors import describe_wrong_kind, explain
 from flowalign.utils.strict_yaml import dump_yaml, parse_yaml, read_mapping
 

@@ -11,14 +11,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
 from flowalign.extra.clip_pairs import clip_pairs_job
 from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
 from flowalign.extra.clip_pairs.generators import DensePairs, LocalPairs
 from flowalign.runs.config.loading import compose
 from flowalign.types import InputSpec
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media
 from flowalign.utils.typed_settings import load_typed
 from tests.fixtures.commands import exit_code
 from tests.fixtures.video_pixel import VideoPixel, clip, clips

@@ -17,11 +17,11 @@ from torch import Tensor
 from flowalign.cli import sample as sample_command
 from flowalign.cli import score as score_command
 from flowalign.cli.main import parse
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.sampling.inference import generate
 from flowalign.types import plain_requests
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted

@@ -12,8 +12,6 @@ import torch
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Progress, TooManyFailures
 from flowalign.data.encode_once import LatentCache
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
 from flowalign.extra.clip_pairs.clip_pairs_job import ClipPairs
@@ -23,6 +21,8 @@ from flowalign.extra.clip_pairs.generators import LocalPairs
 from flowalign.rewards.composite import Rewards
 from flowalign.training.held_out_evaluation import Evaluation, evaluate
 from flowalign.types import prompts_of
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media
 from tests.fixtures.preference import stored
 from tests.fixtures.scoring_rewards import Moving
 from tests.fixtures.stored_pairs import read_pairs

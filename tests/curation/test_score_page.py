@@ -12,8 +12,8 @@ from PIL import Image, ImageSequence
 
 from flowalign.curation.scoring.scores_page import make_thumbnails, render, verdict, write_page
 from flowalign.curation.scoring.stats import EXAMPLES, RunningStats
-from flowalign.data.media.encode import write_clip
 from flowalign.data.readers import open_dataset
+from flowalign.utils.media.encode import write_clip
 from tests.fixtures.pages import addresses
 
 SUMMARY = {

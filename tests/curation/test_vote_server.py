@@ -24,10 +24,10 @@ from flowalign.curation.votes import vote_server as serving
 from flowalign.curation.votes.poll import Poll, PollSettings
 from flowalign.curation.votes.questions import Question, VoteTable
 from flowalign.curation.votes.vote_reward import VoteReward
-from flowalign.data.media.media import Media
 from flowalign.rewards.batching import Limits
 from flowalign.rewards.reward_server import Service
 from flowalign.types import MediaBatch
+from flowalign.utils.media.media import Media
 from flowalign.utils.tracking import read_metrics
 from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser

@@ -21,13 +21,13 @@ from flowalign.curation.votes.questions import (
     make_questions,
     read_votes,
 )
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.preference.convert import read_pairs
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import open_dataset
 from flowalign.functional.agreement import krippendorff_alpha
 from flowalign.functional.pairing import beaten_share
+from flowalign.utils.media.media import Media
 from tests.fixtures.fake_run import fake_run
 
 NAN = math.nan

@@ -17,13 +17,13 @@ from torch import Tensor
 from flowalign.data import encode_once as cache
 from flowalign.data import tensor_store as store
 from flowalign.data.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.prefetch import prefetch
 from flowalign.data.tensor_store import is_latent, latent_shape, read_latent, save_latent
 from flowalign.types import plain_requests, prompts_of
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media, MediaProblem
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.ranks import start_ranks
 from tests.fixtures.video_pixel import GRID, VideoPixel, clip

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import Pair, Segment
 from flowalign.data.preference.validate import DropReport
+from flowalign.utils.media.media import Media
 from tests.fixtures.encoded import encode
 from tests.fixtures.stored_pairs import read_pairs, read_samples
 from tests.fixtures.tables import jsonl, table

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from flowalign.data import open_dataset
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import Segment
 from flowalign.data.readers.formats import RowProblem
 from flowalign.data.readers.published import parse_ranking
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media
 from tests.fixtures.stored_pairs import read_pairs
 from tests.fixtures.tables import jsonl, only, table
 from tests.fixtures.video_pixel import clip

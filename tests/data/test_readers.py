@@ -11,10 +11,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.data import readers
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
 from flowalign.data.readers import formats as row_files
 from flowalign.data.readers import open_dataset
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media
 from tests.fixtures.tables import jsonl, only, table
 
 

@@ -15,13 +15,13 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.data import requests
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import read_reference
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import read_located_requests_once, read_requests
 from flowalign.runs.sampling_job import Medium, _format_rows
 from flowalign.types import Request, prompts_of
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media
 from tests.fixtures.tables import jsonl
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'

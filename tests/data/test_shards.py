@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.readers import open_dataset
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media, MediaProblem
 from tests.fixtures.scoring_rewards import picture
 
 

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from flowalign.data import PreferenceDataset, open_dataset, read_requests
-from flowalign.data.media.decode import decode
 from flowalign.data.readers import parse_columns
 from flowalign.types import Request, prompts_of
+from flowalign.utils.media.decode import decode
 from tests.fixtures.tables import jsonl
 
 

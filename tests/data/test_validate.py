@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media, MediaProblem, digest_media
 from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.validate import Inspection
 from flowalign.types import InputSpec
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media, MediaProblem, digest_media
 from tests.fixtures.encoded import encode, lights
 from tests.fixtures.matrix import write_workspace
 from tests.fixtures.preference import stored
@@ -166,7 +166,7 @@ def test_small_files_of_huge_images_are_refused_before_they_are_decoded(tmp_path
         with pytest.raises(MediaProblem, match=r"^too large image: .*a\.png has 13000 x 13000"):
             read(Media(str(tmp_path / "a.png")))
     most = 6 * clip(1).shape[-2:].numel()
-    monkeypatch.setattr("flowalign.data.media.decode._MOST_PIXELS", most)
+    monkeypatch.setattr("flowalign.utils.media.decode._MOST_PIXELS", most)
     for name in ("a.webp", "a.mp4", "a"):
         write_clip(tmp_path / name, clip(1), 8.0)
         with pytest.raises(MediaProblem, match=f"^too large: the frames of .* more than {most} p"):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from flowalign.data.media.media import Media
 from flowalign.functional.rating import Features
 from flowalign.reward_training.embeddings import RewardSample
 from flowalign.reward_training.labels import Preferences
@@ -15,6 +14,7 @@ from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, 
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import Uniform
 from flowalign.types import NoisyBackbone
+from flowalign.utils.media.media import Media
 from reward_models.backbones.heads import MLP
 from tests.fixtures.pixel import PixelPolicy
 

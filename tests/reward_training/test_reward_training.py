@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.functional.rating import Features, ridge
 from flowalign.reward_training.embeddings import RewardSample
@@ -34,6 +33,7 @@ from flowalign.reward_training.training_parts import Dimension, Ridge, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone
 from flowalign.utils.errors import TrainingFailure
+from flowalign.utils.media.media import Media
 from reward_models.backbones.heads import MLP, Linear, PromptGated
 from tests.fixtures.training import checked
 

@@ -16,8 +16,6 @@ from torch.testing import assert_close
 from flowalign.credit.chain import Gain
 from flowalign.curation.scoring.scoring_job import ScoringJob, finish, run
 from flowalign.curation.scoring.stats import Progress
-from flowalign.data.media.encode import read_sound, write_clip
-from flowalign.data.media.media import Media
 from flowalign.data.readers import open_dataset
 from flowalign.rewards import CheckedReward, RewardError, Rewards, Thresholds
 from flowalign.rewards.batching import Limits
@@ -38,6 +36,8 @@ from flowalign.types import (
     SoundDecoder,
     plain_requests,
 )
+from flowalign.utils.media.encode import read_sound, write_clip
+from flowalign.utils.media.media import Media
 from reward_models import (
     DynamicDegree,
     FlowSmoothness,

@@ -11,13 +11,13 @@ import torch
 
 from flowalign.curation.scoring.part_files import REFERENCES
 from flowalign.curation.scoring.stats import EXAMPLES, Row, RunningStats, dims_of
-from flowalign.data.media.encode import read_thumbnail
-from flowalign.data.media.media import MediaProblem
 from flowalign.data.readers import Dataset
 from flowalign.functional.agreement import spearman
 from flowalign.reports import pages
 from flowalign.reports.pages import PALETTE, data_address, histogram
 from flowalign.utils.files import read_object, write_text
+from flowalign.utils.media.encode import read_thumbnail
+from flowalign.utils.media.media import MediaProblem
 
 PAGE, PROMPTS = "scores.html", "prompts.jsonl"
 Place = tuple[str, int]

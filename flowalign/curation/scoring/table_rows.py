@@ -15,9 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.curation.scoring.part_files import FIXED, OWN_COLUMNS, REFERENCES
-from flowalign.data.media.decode import Clip, decode, is_video
-from flowalign.data.media.encode import read_sound
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
 from flowalign.data.readers.schema import REQUEST_MASK
@@ -26,6 +23,9 @@ from flowalign.rewards.checked import RewardError
 from flowalign.rewards.function_reward import WrongScores
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, Sound
 from flowalign.utils.files import atomic_write
+from flowalign.utils.media.decode import Clip, decode, is_video
+from flowalign.utils.media.encode import read_sound
+from flowalign.utils.media.media import Media, MediaProblem
 
 _LOOKED_AT = 20
 """Number of first records that are searched for a prompt."""

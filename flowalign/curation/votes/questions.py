@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from PIL import Image
 
-from flowalign.data.media.media import Media
-from flowalign.data.media.pixels import spread_frames
 from flowalign.data.media_record import Record
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers.formats import Row
@@ -26,6 +24,8 @@ from flowalign.functional.pairing import beaten_share
 from flowalign.reports.records import read_json
 from flowalign.reports.samples import cut_grid
 from flowalign.utils.files import atomic_write, parse_json, sync_file, write_rows
+from flowalign.utils.media.media import Media
+from flowalign.utils.media.pixels import spread_frames
 
 
 @dataclass(frozen=True)

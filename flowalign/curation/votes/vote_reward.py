@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flowalign.curation.votes.poll import Poll
 from flowalign.curation.votes.questions import Question, divide, hash_names
-from flowalign.data.media.encode import write_clip, write_picture
-from flowalign.data.media.media import Media
-from flowalign.data.media.pixels import EXACT, UNKNOWN_RATE, to_bytes
 from flowalign.functional.pairing import beaten_share
 from flowalign.rewards.batching import Queue
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
+from flowalign.utils.media.encode import write_clip, write_picture
+from flowalign.utils.media.media import Media
+from flowalign.utils.media.pixels import EXACT, UNKNOWN_RATE, to_bytes
 
 NAME = "votes"
 

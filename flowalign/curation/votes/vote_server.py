@@ -19,14 +19,14 @@ from starlette.concurrency import run_in_threadpool
 
 from flowalign.curation.votes.poll import Poll, Task, measure_agreement
 from flowalign.curation.votes.questions import Question
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media, MediaProblem
-from flowalign.data.media.pixels import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop
 from flowalign.data.preference.validate import Inspection
 from flowalign.reports.pages import render
 from flowalign.rewards.batching import Refusal
 from flowalign.rewards.reward_server import Service, application, receive
 from flowalign.utils.files import parse_json
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media, MediaProblem
+from flowalign.utils.media.pixels import EXACT, MOST_FRAMES, UNKNOWN_RATE, encode_loop
 
 HEADERS = {
     "Cache-Control": "no-cache",

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from flowalign.data.media.media import MediaProblem
 from flowalign.data.media_record import Record
 from flowalign.data.preference.preference_data import (
     Example,
@@ -27,6 +26,7 @@ from flowalign.data.readers.training_rows import (
 from flowalign.data.tensor_store import is_latent
 from flowalign.types import InputSpec
 from flowalign.utils.errors import suggest_name
+from flowalign.utils.media.media import MediaProblem
 
 ByDimension = Mapping[str, Sequence[float]]
 """One number per image or video of a record, by dimension; higher is better."""

@@ -13,10 +13,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.media.media import Media
 from flowalign.functional import pairing
-from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Request
-from flowalign.types.ranges import FiniteFloat, NonNegativeFloat, PositiveInt, require_ranges
+from flowalign.types import (
+    ConditionedPrompt,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveInt,
+    PromptConditioning,
+    Reference,
+    Request,
+    require_ranges,
+)
+from flowalign.utils.media.media import Media
 
 
 @dataclass(frozen=True)

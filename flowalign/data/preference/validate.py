@@ -7,17 +7,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowalign.data.media.decode import is_video, open_video
-from flowalign.data.media.media import (
+from flowalign.data.preference.preference_data import Pair, Sample
+from flowalign.data.tensor_store import is_latent, latent_shape
+from flowalign.utils.media.decode import is_video, open_video
+from flowalign.utils.media.media import (
     Media,
     MediaProblem,
     digest_media,
     list_frame_files,
     require_file,
 )
-from flowalign.data.media.pixels import Orientation, count_frames, open_picture, read_upright_size
-from flowalign.data.preference.preference_data import Pair, Sample
-from flowalign.data.tensor_store import is_latent, latent_shape
+from flowalign.utils.media.pixels import Orientation, count_frames, open_picture, read_upright_size
 
 NAMED = 5
 """Number of occurrences that a report names for each kind of problem."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.data.readers.formats import (
     Row,
     decode_text,
@@ -22,6 +21,7 @@ from flowalign.data.readers.formats import (
 )
 from flowalign.utils.console import get_log
 from flowalign.utils.files import explain_shape, read_object
+from flowalign.utils.media.media import PICTURES, VIDEOS
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": read_jsonl,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
-from flowalign.data.media.media import PICTURES, VIDEOS
 from flowalign.utils.files import parse_json
 from flowalign.utils.imports import import_optional
+from flowalign.utils.media.media import PICTURES, VIDEOS
 
 _CHARACTERS_AT_ONCE = 1 << 16
 _KEY, _SCALAR = r'"[^"\\]*"\s*:\s*', r'(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'

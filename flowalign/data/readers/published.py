@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import RowProblem
 from flowalign.data.readers.schema import (
@@ -24,6 +23,7 @@ from flowalign.data.readers.schema import (
     parse_number,
     rank_values,
 )
+from flowalign.utils.media.media import Media
 
 
 def _pick_a_pic(row: Fields, _: int) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from flowalign.data.media.media import Media
-from flowalign.data.media.pixels import turn_upright
 from flowalign.data.media_record import Record
 from flowalign.data.readers.formats import Row, RowProblem
+from flowalign.utils.media.media import Media
+from flowalign.utils.media.pixels import turn_upright
 
 REQUEST_MASK = "request_mask"
 """Column with the path of a request's inpainting mask. The column `mask` of pairs differs: it is a

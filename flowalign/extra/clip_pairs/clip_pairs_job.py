@@ -22,9 +22,6 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.data.tensor_store import save_latent
@@ -32,9 +29,19 @@ from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.extra.clip_pairs.generators import ClipPair, PairGenerator
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
-from flowalign.types import Policy, Request
-from flowalign.types.ranges import Decay, DenoisingSteps, PositiveInt, Seed, require_ranges
+from flowalign.types import (
+    Decay,
+    DenoisingSteps,
+    Policy,
+    PositiveInt,
+    Request,
+    Seed,
+    require_ranges,
+)
 from flowalign.utils.files import atomic_write, read_object, write_text
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip
+from flowalign.utils.media.media import Media, MediaProblem
 from flowalign.utils.seeds import is_in_share
 
 

@@ -33,7 +33,7 @@ from flowalign.extra.clip_pairs.denoiser import (
     temporal_stride,
 )
 from flowalign.rewards.composite import Rewards
-from flowalign.types.ranges import (
+from flowalign.types import (
     Decay,
     NonNegativeFloat,
     PositiveFloat,

@@ -24,9 +24,8 @@ from flowalign.functional.forward_process import (
 )
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
 from flowalign.types.losses import Loss
-from flowalign.types.ranges import NonNegativeFloat, PositiveFloat
 
 GROUP_ADVANTAGE = frozenset({"advantage", "group", "old"})
 """Columns of losses that weight the samples of whole groups by advantages."""

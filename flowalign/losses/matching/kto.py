@@ -10,9 +10,8 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, PositiveFloat
 from flowalign.types.losses import Loss
-from flowalign.types.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     sigmoid_link,
 )
-from flowalign.types import Batch
-from flowalign.types.ranges import Range, require_ranges
+from flowalign.types import Batch, Range, require_ranges
 
 
 class Link(ABC):

@@ -25,13 +25,16 @@ from flowalign.training.reference import Ema
 from flowalign.types import (
     Offload,
     Policy,
+    PositiveInt,
     PromptConditioning,
     Quantization,
+    Range,
+    Seed,
     Setup,
     Sharding,
     Speed,
+    require_ranges,
 )
-from flowalign.types.ranges import PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
 

@@ -14,9 +14,6 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip, write_picture
-from flowalign.data.media.media import Media
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.sampling_job import SamplingJob
 from flowalign.studies.benchmark.card import Card
@@ -24,6 +21,9 @@ from flowalign.studies.benchmark.items import BenchmarkItem, ModelFolder, Place,
 from flowalign.types import Request
 from flowalign.utils.console import Progress
 from flowalign.utils.folders import record_settings
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip, write_picture
+from flowalign.utils.media.media import Media
 from flowalign.utils.seeds import generator
 
 MANIFEST, MAKER = "benchmark.json", "`flowalign eval --benchmark`"

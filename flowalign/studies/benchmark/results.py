@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowalign.data.media.encode import read_thumbnail
-from flowalign.data.media.media import Media
 from flowalign.functional.resampling import number_values
 from flowalign.reports.pages import data_address, render
 from flowalign.studies.benchmark.benchmark_job import BenchmarkJob
@@ -26,6 +24,8 @@ from flowalign.studies.benchmark.statistics import (
 )
 from flowalign.types import Request
 from flowalign.utils.files import write_json, write_text
+from flowalign.utils.media.encode import read_thumbnail
+from flowalign.utils.media.media import Media
 
 EXAMPLES = 6
 """Number of prompts in each row of images."""

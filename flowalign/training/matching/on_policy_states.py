@@ -31,9 +31,8 @@ from flowalign.training.recipe import (
 from flowalign.training.rollouts.collecting import rollout
 from flowalign.training.rollouts.rollout_plan import rollout_evaluations, rollout_memory
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
-from flowalign.types import Batch, ModelPlan, Trajectory
+from flowalign.types import Batch, ModelPlan, PositiveInt, Trajectory, require_ranges
 from flowalign.types.losses import STEPS
-from flowalign.types.ranges import PositiveInt, require_ranges
 from flowalign.types.trajectory import take_rows
 
 

@@ -16,9 +16,15 @@ from flowalign.training.matching.source import BatchStream, StreamContext
 from flowalign.training.matching.states import LogitNormal, Times
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.recipe import Log, MemoryPart, RunContext
-from flowalign.types import Batch, MatchingLoss, ModelPlan
+from flowalign.types import (
+    Batch,
+    MatchingLoss,
+    ModelPlan,
+    NonNegativeFloat,
+    PositiveInt,
+    require_ranges,
+)
 from flowalign.types.losses import Loss
-from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 StoredTerms = Callable[[Iterable[int]], Iterator[Term]]
 """Function that yields the loss on stored examples of each update."""

@@ -22,16 +22,18 @@ from flowalign.functional.noise_matching import (
 )
 from flowalign.functional.transition import per_row
 from flowalign.training.reference import Guided, conditional, find_scale
-from flowalign.types import Batch, Policy, VelocityField
-from flowalign.types.ranges import (
+from flowalign.types import (
+    Batch,
     DenoisingSteps,
     FiniteFloat,
     GuidanceScale,
     NonNegativeInt,
+    Policy,
     PositiveFloat,
     PositiveInt,
     Settings,
     UnitInterval,
+    VelocityField,
 )
 
 Schedule = Callable[[int], Float[Tensor, "S"]]

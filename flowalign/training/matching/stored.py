@@ -46,8 +46,16 @@ from flowalign.training.matching.stored_credit import (
 )
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Batch, CreditEstimator, ModelPlan, Policy
-from flowalign.types.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
+from flowalign.types import (
+    Batch,
+    CreditEstimator,
+    ModelPlan,
+    NonNegativeInt,
+    Policy,
+    PositiveInt,
+    UnitInterval,
+    require_ranges,
+)
 from flowalign.utils.live_objects import find_object
 from flowalign.utils.seeds import generator
 

@@ -12,14 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import Outcome
-from flowalign.data.media.encode import arrange_grid, write_picture
-from flowalign.data.media.pixels import reduce_size, spread_frames
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.training.policy_gradient.batches import RolloutBatch
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, StepCredit, Trajectory
 from flowalign.types.trajectory import CompletionRequest
 from flowalign.utils.files import write_text
+from flowalign.utils.media.encode import arrange_grid, write_picture
+from flowalign.utils.media.pixels import reduce_size, spread_frames
 from flowalign.utils.tracking import MAX_ROWS, PLACES, CreditRecord
 
 _LARGEST = 160

@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.functional.advantage import most_uncertain, reward_uncertainty
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.types.ranges import (
+from flowalign.types import (
     PositiveFloat,
     PositiveInt,
     Settings,

@@ -21,8 +21,13 @@ from flowalign.training.rollouts.rollout_settings import (
     RolloutSettings,
     refuse_process,
 )
-from flowalign.types import CreditEstimator, PolicyLoss
-from flowalign.types.ranges import NonNegativeFloat, PositiveInt, require_ranges
+from flowalign.types import (
+    CreditEstimator,
+    NonNegativeFloat,
+    PolicyLoss,
+    PositiveInt,
+    require_ranges,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,7 @@ from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, Pareto
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Request, StepCredit
-from flowalign.types.ranges import Settings, UnitInterval
+from flowalign.types import Request, Settings, StepCredit, UnitInterval
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from flowalign.types import (
     CreditEstimator,
     LatentReward,
     PastOutcomes,
+    PositiveInt,
     SharedRows,
     Trajectory,
     ValueFunction,
     plain_requests,
 )
-from flowalign.types.ranges import PositiveInt
 from flowalign.types.trajectory import Completion, CompletionRequest
 
 SEVERAL = 10**6

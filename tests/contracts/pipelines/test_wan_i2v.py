@@ -4,9 +4,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.media.media import Media
 from flowalign.data.media_record import read_reference
 from flowalign.types import Request
+from flowalign.utils.media.media import Media
 from pipelines.families.wan import WanI2V
 from pipelines.parts.encoding import crop_reference
 from tests.fixtures.families import PROMPTS, noise, picture_for, requests_for

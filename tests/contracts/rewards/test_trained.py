@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from flowalign.cli.main import parse
 from flowalign.cli.reward import run as run_reward
-from flowalign.data.media.media import Media
 from flowalign.reward_training import embeddings
 from flowalign.reward_training.embeddings import Embeddings, RewardSample, embed_samples
 from flowalign.reward_training.reward_run import load_run, train
 from flowalign.types import MediaBatch
 from flowalign.utils.folders import Claim
+from flowalign.utils.media.media import Media
 from reward_models import ShapesVerifier, TrainedReward
 from reward_models.backbones.backbones import Lora, PooledFrames
 from reward_models.backbones.encoders import EfficientNet, Encoder, OpenClip
@@ -164,7 +164,7 @@ def test_the_reward_read_back_gives_exactly_the_trainers_scores(trained):
 
 
 def read(medium):
-    from flowalign.data.media.decode import decode
+    from flowalign.utils.media.decode import decode
 
     return decode(medium).frames
 

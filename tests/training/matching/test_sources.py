@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from flowalign.credit.chain import Gain
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.media.media import Media
 from flowalign.data.preference.collate import Collator, read_map
 from flowalign.data.preference.preference_data import (
     BestWorst,
@@ -36,6 +35,7 @@ from flowalign.training.matching.matching_loop import measure_held_out
 from flowalign.training.matching.source import StreamContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
 from flowalign.utils.costs import Costs
+from flowalign.utils.media.media import Media
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import jsonl, logit, paint, painted, recipe, shade, stored, train

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flowalign.data import encode_once as cache
 from flowalign.data.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.media.media import Media
 from flowalign.data.preference.preference_data import media_of
 from flowalign.distributed.collective_scheduler import CollectiveScheduler
 from flowalign.training.matching import noising
 from flowalign.types import plain_requests
+from flowalign.utils.media.media import Media
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
 from tests.fixtures.ranks import join_gloo, start_ranks

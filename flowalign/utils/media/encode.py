@@ -14,9 +14,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowalign.data.media.decode import decode, open_container
-from flowalign.data.media.media import Media, MediaProblem
-from flowalign.data.media.pixels import (
+from flowalign.utils.files import GRID_PADDING, atomic_write
+from flowalign.utils.imports import import_optional
+from flowalign.utils.media.decode import decode, open_container
+from flowalign.utils.media.media import Media, MediaProblem, Sound
+from flowalign.utils.media.pixels import (
     EXACT,
     THUMBNAIL_FRAMES,
     encode_loop,
@@ -24,9 +26,6 @@ from flowalign.data.media.pixels import (
     spread_frames,
     to_bytes,
 )
-from flowalign.types import Sound
-from flowalign.utils.files import GRID_PADDING, atomic_write
-from flowalign.utils.imports import import_optional
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
 """File name extensions that `write_clip` supports."""

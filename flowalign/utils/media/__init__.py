@@ -1,6 +1,6 @@
 """Decode and encode images and videos, select frames, and make thumbnails."""
 
-from flowalign.data.media.media import Media
+from flowalign.utils.media.media import Media
 
 __all__ = [
     "Media",

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from flowalign.data.media.media import (
+from flowalign.utils.imports import import_optional
+from flowalign.utils.media.media import (
     VIDEOS,
     FrameSelection,
     Media,
@@ -26,7 +27,7 @@ from flowalign.data.media.media import (
     list_frame_files,
     require_file,
 )
-from flowalign.data.media.pixels import (
+from flowalign.utils.media.pixels import (
     Orientation,
     count_frames,
     explain_damage,
@@ -34,7 +35,6 @@ from flowalign.data.media.pixels import (
     skip_default,
     to_rgb,
 )
-from flowalign.utils.imports import import_optional
 
 _ROUNDING = 2e-3
 """Tolerance in seconds, because video headers round to milliseconds."""
@@ -140,6 +140,35 @@ def _check_pixels(name: str, count: int) -> None:
             f"too large: the frames of {name} have more than {_MOST_PIXELS} pixels; "
             "select fewer frames, or shorten it"
         )
+
+
+def read_clips(media: Any) -> list[Float[Tensor, "F 3 H W"]]:
+    """Return images and videos as frames; an image has one frame.
+
+    `media` is a tensor [n, 3, H, W] or [n, F, 3, H, W] in [0, 1], or a list of paths, PIL images,
+    lists of PIL images, and tensors [3, H, W] or [F, 3, H, W].
+
+    Raises:
+        ValueError: An entry has another form.
+    """
+    one = isinstance(media, str | Path | Image.Image)
+    return [_read_clip(entry, i) for i, entry in enumerate([media] if one else media)]
+
+
+def _read_clip(entry: Any, i: int) -> Float[Tensor, "F 3 H W"]:
+    if isinstance(entry, str | Path):
+        return decode(Media(str(entry))).frames
+    if isinstance(entry, Image.Image):
+        pixels = torch.from_numpy(np.ascontiguousarray(to_rgb(entry, f"image {i}")))
+        return pixels.permute(2, 0, 1)[None].float() / 255
+    if isinstance(entry, Tensor) and entry.ndim in (3, 4) and entry.shape[-3] == 3:
+        return entry if entry.ndim == 4 else entry[None]
+    if isinstance(entry, Sequence) and entry and not isinstance(entry, Mapping):
+        return torch.cat([_read_clip(frame, i) for frame in entry])
+    raise ValueError(
+        f"media[{i}] is {type(entry).__name__}; it must be a path, a PIL image, a list of them, or "
+        "a tensor [3, H, W] or [frames, 3, H, W] in [0, 1]"
+    )
 
 
 # Images -------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from flowalign.data.media.encode import read_sound, write_clip
-from flowalign.data.media.media import Media, MediaProblem
 from flowalign.types import Sound
+from flowalign.utils.media.encode import read_sound, write_clip
+from flowalign.utils.media.media import Media, MediaProblem
 
 FRAMES, RATE = torch.rand(12, 3, 16, 16), 24_000
 

@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
-from flowalign.data.media.media import Media, MediaProblem
+from flowalign.utils.media.media import Media, MediaProblem
 
 # Pillow raises any of these errors for broken files, depending on the format.
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError, TypeError)

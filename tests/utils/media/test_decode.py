@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.media.decode import decode
-from flowalign.data.media.media import Media, MediaProblem
-from flowalign.data.media.pixels import _read_turn
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.media import Media, MediaProblem
+from flowalign.utils.media.pixels import _read_turn
 from tests.fixtures.encoded import encode
 from tests.fixtures.scoring_rewards import picture, video
 

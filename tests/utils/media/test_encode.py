@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.media import encode as video_files
-from flowalign.data.media.decode import decode
-from flowalign.data.media.encode import write_clip, write_grid
-from flowalign.data.media.media import (
+from flowalign.reports.samples import cut_grid
+from flowalign.utils.media import encode as video_files
+from flowalign.utils.media.decode import decode
+from flowalign.utils.media.encode import write_clip, write_grid
+from flowalign.utils.media.media import (
     FrameSelection,
     Media,
     MediaProblem,
@@ -20,14 +21,13 @@ from flowalign.data.media.media import (
     estimate_rate,
     sample_at_rate,
 )
-from flowalign.data.media.pixels import (
+from flowalign.utils.media.pixels import (
     encode_loop,
     reduce_size,
     spread_frames,
     thin_frames,
     to_images,
 )
-from flowalign.reports.samples import cut_grid
 from tests.fixtures import encoded
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_left_beside_and_nothing_is_half_written(tmp_path, monkeypatc
         "e",
     ]
     before = (tmp_path / "a.mp4").read_bytes()
-    monkeypatch.setattr("flowalign.data.media.encode._convert_to_yuv", lambda *_: 1 / 0)
+    monkeypatch.setattr("flowalign.utils.media.encode._convert_to_yuv", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_clip(tmp_path / "a.mp4", clip(5), 8.0)
     assert (tmp_path / "a.mp4").read_bytes() == before

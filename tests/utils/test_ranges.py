@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 
-from flowalign.types.ranges import (
+from flowalign.utils.ranges import (
     Component,
     Decay,
     FiniteFloat,

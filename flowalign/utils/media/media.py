@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxtyping import Float
+from torch import Tensor
+
 from flowalign.utils.files import digest_file
 
 _JPEG = {".jpg", ".jpeg", ".jpe", ".jfif"}
@@ -43,6 +46,16 @@ class Media:
     def name(self) -> str:
         """Path, or number of bytes, for messages."""
         return self.path or f"{len(self.data or b'')} bytes"
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Sound of one clip."""
+
+    waveform: Float[Tensor, "C S"]
+    """Amplitudes in [-1, 1], one row per channel."""
+    rate: int
+    """Amplitudes per second."""
 
 
 def describe_missing(path: Path) -> str:
