@@ -76,6 +76,12 @@ class Codec(DifferentiableDecoder):
         self.options = options
         """Further settings that change the encoding. They are part of the digest."""
 
+    def with_network(self, network: Denoisers) -> "Codec":
+        """Return this codec for the networks of a policy and their folder."""
+        other = copy(self)
+        other.folder, other.network = network.folder, network
+        return other
+
     def open(self, vae: Any) -> None:
         """Take over a loaded VAE: freeze it in float32 and apply the memory settings."""
         self.vae = _recompute_decoding(vae.float())

@@ -2,6 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.transition import flow_std
-from flowalign.types import ModelPlan, Policy, Setup
+from flowalign.types import ModelPlan, Policy, PromptCache, Setup
 from flowalign.utils.files import bundled
 from pipelines.codec import Codec
 from pipelines.network.checkpoint_checks import (
@@ -99,8 +101,7 @@ class DiffusersPolicy(Policy):
         self.height, self.width, self.num_frames = codec.height, codec.width, codec.num_frames
         self.fps = codec.fps
         self.folder = Folder(self.pipeline_class, self.path, self.skip_components)
-        # a DiffusersPolicy always has these parts, so they cannot be None
-        self.network = Network(  # pyright: ignore[reportIncompatibleVariableOverride]
+        network = Network(
             folder=self.folder,
             kind=self.transformer_class,
             owner=type(self).__name__,
@@ -112,11 +113,17 @@ class DiffusersPolicy(Policy):
             family_layers=self.default_lora.target_modules or (),
             latents_argument=self.latents_argument,
         )
-        self.codec = self.renderer = codec
-        self.codec.folder, self.codec.network = self.folder, self.network
+        self.set_parts(network, codec, offload_text)
+
+    def set_parts(
+        self, network: Network, codec: Codec, offload_text: bool, cache: PromptCache | None = None
+    ) -> None:
+        """Set the parts, which a DiffusersPolicy always has, so that they cannot be None."""
+        self.network = network  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.codec = self.renderer = codec.with_network(network)
         size = codec.height, codec.width
         self.text_encoder = TextEncoder(  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.network, self.input_spec, size, offload_text
+            network, self.input_spec, size, offload_text, cache
         )
 
     @abstractmethod
@@ -137,6 +144,13 @@ class DiffusersPolicy(Policy):
             return shift_by_size(scheduler, prod(self.grid), num_steps)
         scheduler.set_timesteps(num_steps)
         return scheduler.sigmas.clone()
+
+    def with_setup(
+        self, setup: Setup, rows: int = 1, cache: PromptCache | None = None
+    ) -> "DiffusersPolicy":
+        copied, network = copy(self), replace(self.network, setup=setup, rows=rows)
+        copied.set_parts(network, self.codec, self.text_encoder.offload, cache)
+        return copied
 
     def check_setup(self, setup: Setup) -> None:
         count_tokens = partial(_count_tokens, self)

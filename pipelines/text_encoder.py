@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowalign.types import InputSpec, Policy, PromptEncoder, Request
+from flowalign.types import InputSpec, Policy, PromptCache, PromptEncoder, Request
 from pipelines.network.checkpoint_checks import check_finite
 from pipelines.network.denoisers import Denoisers
 from pipelines.network.quantization import stored_bytes
@@ -34,15 +34,20 @@ class TextEncoder(PromptEncoder):
     """Device of the policy."""
 
     def __init__(
-        self, network: Denoisers, input_spec: InputSpec, size: tuple[int, int], offload: bool
+        self,
+        network: Denoisers,
+        input_spec: InputSpec,
+        size: tuple[int, int],
+        offload: bool,
+        cache: PromptCache | None = None,
     ):
         self.network, self.input_spec = network, input_spec
-        self.size, self.offload = size, offload
+        self.size, self.offload, self.cache = size, offload, cache
+        self.micro_batch = network.setup.text_micro_batch
 
     def open(self, pipe: Any, device: torch.device) -> None:
         """Take over a loaded pipeline."""
         self.pipe, self.device = pipe, device
-        self.micro_batch = self.network.setup.text_micro_batch
 
     @property
     def names_in_main_memory(self) -> list[str]:

@@ -167,10 +167,10 @@ def _select_missing(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tup
 class StoredPrompts(PromptCache):
     """Prompt cache in a folder; the encoders are moved to the device only for missing requests."""
 
-    def __init__(self, policy: Policy, folder: Path):
-        """Open the folder for a policy that is not loaded."""
-        self.folder, self.files = folder, _encoder(policy).digest_files()
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.caches: dict[str, TensorCache] = {}
+        self._files = ""
         self.num_encoded = 0
         """Number of requests that this process has encoded."""
 
@@ -196,7 +196,8 @@ class StoredPrompts(PromptCache):
 
     def _cache(self, policy: Policy) -> TensorCache:
         """Return the cache for the settings of a policy, which may differ between its copies."""
-        content = f"{self.files}\n{_encoder(policy).describe_settings(policy)}"
+        files = self._files = self._files or _encoder(policy).digest_files()
+        content = f"{files}\n{_encoder(policy).describe_settings(policy)}"
         name = hashlib.sha256(content.encode()).hexdigest()[:16]
         if name not in self.caches:
             self.caches[name] = TensorCache(self.folder / name)

@@ -85,6 +85,10 @@ class Shards:
             unit.set_force_sum_reduction_for_comms(True)
         self.scheduler.joins = _joins_of(self.units)
 
+    def copy_without_values(self, network: nn.Module) -> nn.Module:
+        """Return a copy of a network without the values of its parameters."""
+        return _copy_on(network, torch.device("meta"))
+
     def frozen_copy(
         self,
         network: nn.Module,
@@ -102,11 +106,6 @@ class Shards:
             for own, p in zip(frozen.parameters(), network.parameters(), strict=True):
                 own.copy_(p)
         return frozen
-
-
-def copy_without_values(network: nn.Module) -> nn.Module:
-    """Return a copy of a network without the values of its parameters."""
-    return _copy_on(network, torch.device("meta"))
 
 
 def _copy_on(network: nn.Module, device: torch.device) -> nn.Module:

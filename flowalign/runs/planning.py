@@ -276,7 +276,7 @@ def settle_kept_blocks(run: Run, world: int = 1) -> None:
     if network and network.gradient_checkpointing and run.speed.kept_blocks is None:
         model, step = plan_step(run, world)
         kept = run_memory.find_kept_blocks(run, model, parts_of(run, model, step, world))
-        network.setup = replace(run.setup, speed=replace(run.speed, kept_blocks=kept))
+        network.keep_blocks(kept)
 
 
 def plan_step(run: Run, world: int = 1) -> tuple[ModelPlan, RecipePlan]:

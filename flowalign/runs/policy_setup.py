@@ -1,11 +1,8 @@
 """Load a policy with the setup of a run file, and divide it over processes."""
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from flowalign.data.tensor_store import StoredPrompts
 from flowalign.distributed.context_parallel import check_degree, list_divisors
@@ -60,8 +57,6 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
             device.
     """
     check_device(setup, processes.device)
-    if setup.prompt_cache is not None and policy.text_encoder:
-        policy.text_encoder.cache = StoredPrompts(policy, Path(setup.prompt_cache))
     network, sharding = policy.network, setup.sharding
     if network is None or sharding.weights == "replicated" or processes.world == 1:
         _load(policy, processes, costs)
@@ -71,21 +66,15 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
             network.divide_context(processes.context.mesh, processes.scheduler.wait_for_group)
         _agree_on_attention(policy, setup, processes)
         return
-    from flowalign.distributed.shard_weights import Shards, copy_without_values
+    from flowalign.distributed.shard_weights import Shards
 
     check_world(sharding, processes.world)
-    network.loads_to_cpu = True
     shards = Shards(processes, sharding.shard_degree or processes.world)
-    empty = list[nn.Module]()
     for _ in take_turns(processes):  # whole networks are in main memory until they are sharded
-        _load(policy, processes, costs)
-        if all(p.requires_grad for p in policy.denoiser.parameters()):
-            empty.append(copy_without_values(policy.denoiser))
-        shards.add_all(network.modules())
-    _agree_on_attention(policy, setup, processes, *empty)
-    if empty:
-        frozen_copy = partial(shards.frozen_copy, policy.denoiser, empty[0], network.blocks)
-        network.frozen_copy = frozen_copy
+        with network.in_main_memory():
+            _load(policy, processes, costs)
+        network.shard(policy.denoiser, shards)
+    _agree_on_attention(policy, setup, processes)
 
 
 def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
@@ -100,13 +89,11 @@ def _load(policy: Policy, processes: Processes, costs: Costs) -> None:
     costs.count(policy.denoiser)
 
 
-def _agree_on_attention(
-    policy: Policy, setup: Setup, processes: Processes, *copies: nn.Module
-) -> None:
+def _agree_on_attention(policy: Policy, setup: Setup, processes: Processes) -> None:
     """Use the backend that the first process measured; others may have measured another one."""
     if (network := policy.network) is None or setup.speed.attention != "auto":
         return
     first = processes.merge({"speed": network.setup.speed})["speed"].attention
-    network.set_attention(first, *copies)
+    network.set_attention(first)
     why = "the fastest measured" if processes.device.type == "cuda" else "not measured on a CPU"
     get_log()(f"speed.attention auto: {first}, {why}")

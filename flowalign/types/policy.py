@@ -2,8 +2,10 @@
 
 import copy
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -126,6 +128,19 @@ class Policy(metaclass=ABCMeta):
     ) -> Float[Tensor, "n *latent"]:
         """Return dx / dsigma in float32, with guidance; sigma is one time or one per row."""
 
+    def with_setup(
+        self,
+        setup: Setup,  # noqa: ARG002
+        rows: int = 1,  # noqa: ARG002
+        cache: "PromptCache | None" = None,  # noqa: ARG002
+    ) -> "Policy":
+        """Return this policy, which is not loaded, with the settings of a run.
+
+        `rows` are those of a network call of the update; `cache` stores encoded prompts. A policy
+        without a `TrainedNetwork` has no such settings and returns itself.
+        """
+        return self
+
     def check_setup(self, setup: Setup) -> None:
         """Raise ValueError for settings that this policy does not support; reads no weights."""
         if changes := setup.changes():
@@ -207,6 +222,26 @@ def with_denoiser(policy: Policy, denoiser: nn.Module) -> Policy:
     return copied
 
 
+class Sharder(Protocol):
+    """Divides the parameters of networks over processes, which all call the same methods."""
+
+    def add_all(self, networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
+        """Shard the trained networks of a policy, which are paired with their blocks."""
+
+    def copy_without_values(self, network: nn.Module) -> nn.Module:
+        """Return a copy of a network without the values of its parameters."""
+        ...
+
+    def frozen_copy(
+        self,
+        network: nn.Module,
+        empty: nn.Module,
+        blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+    ) -> nn.Module:
+        """Return an equally sharded, frozen copy of a sharded network; `empty` has no values."""
+        ...
+
+
 class TrainedNetwork(ABC):
     """Denoiser, or denoisers, of a policy that can be quantized, compiled, sharded and exported."""
 
@@ -218,9 +253,31 @@ class TrainedNetwork(ABC):
     """Number of rows of a network call of the update."""
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, to be sharded from there."""
+    empty: nn.Module | None = None
+    """Copy without values of a denoiser that is sharded and trained as a whole; else None."""
     frozen_copy: Callable[[], nn.Module] | None = None
     """Function that makes a frozen, equally sharded copy of the current denoiser when all of it is
     trained and sharded; all processes must call it. None: weights are not sharded."""
+
+    @contextmanager
+    def in_main_memory(self) -> Iterator[None]:
+        """Let `load` leave the trained networks in main memory, to be sharded from there."""
+        self.loads_to_cpu = True
+        try:
+            yield
+        finally:
+            self.loads_to_cpu = False
+
+    def shard(self, denoiser: nn.Module, shards: Sharder) -> None:
+        """Shard the loaded trained networks, which `denoiser` joins."""
+        if all(p.requires_grad for p in denoiser.parameters()):
+            self.empty = shards.copy_without_values(denoiser)
+            self.frozen_copy = partial(shards.frozen_copy, denoiser, self.empty, self.blocks)
+        shards.add_all(self.modules())
+
+    def keep_blocks(self, share: float) -> None:
+        """Let a share of the blocks keep their activations; call this before `load`."""
+        self.setup = replace(self.setup, speed=replace(self.setup.speed, kept_blocks=share))
 
     @abstractmethod
     def modules(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
@@ -231,8 +288,8 @@ class TrainedNetwork(ABC):
         """Return the repeated blocks of a trained network, or of a copy of one."""
 
     @abstractmethod
-    def set_attention(self, name: Attention, *copies: nn.Module) -> None:
-        """Let the trained networks, `copies`, and later loaded ones use an attention backend."""
+    def set_attention(self, name: Attention) -> None:
+        """Let the trained networks, copies, and later loaded ones use an attention backend."""
 
     @abstractmethod
     def divide_context(self, mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
@@ -280,8 +337,8 @@ class PromptCache(ABC):
 class PromptEncoder(ABC):
     """Prompt encoders of a policy, which are loaded and freed separately from the rest of it."""
 
-    cache: PromptCache | None = None
-    """Cache of conditioning. If set, `load` reads no prompt encoders; None: it reads them."""
+    cache: PromptCache | None
+    """Cache of conditioning. With one, `load` reads no prompt encoders; None: it reads them."""
     micro_batch: int | None = None
     """Number of prompts that are encoded together; None: all that a caller passes."""
 

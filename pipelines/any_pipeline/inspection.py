@@ -1,7 +1,6 @@
 """Tests on a pipeline folder which operations of training work."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ def inspect_pipeline(
     policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
     steps, rows = policy.stock.rollout(network, [Request(_PROMPT)], 4)
-    policy.evaluations_per_velocity = rows // len(steps)
-    policy.call = replace(policy.call, evaluations=rows // len(steps))
+    policy = policy.with_evaluations(rows // len(steps))
     return {
         "pipeline": f"{policy.folder.pipeline.__name__}, {type(network).__name__} of "
         f"{sum(p.numel() for p in network.parameters()):,} parameters",

@@ -5,7 +5,7 @@ A state holds the latents of both streams, from which clips with sound are decod
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from flowalign.types import (
     Cond,
     Guidance,
     PositiveInt,
+    PromptCache,
     Request,
     Sound,
     SoundDecoder,
     prompts_of,
 )
 from flowalign.utils.imports import LazyModule
+from pipelines.codec import Codec
 from pipelines.families.first_frame import (
     FixedFirstFrame,
     insert_first_frame,
@@ -37,6 +39,7 @@ from pipelines.families.ltx2_guidance import (
     scale_audio_gradients,
     waveform,
 )
+from pipelines.network.network import Network
 from pipelines.network.weights import DTYPES, Lora, Precision
 from pipelines.parts.encoding import digest
 from pipelines.parts.evaluation import NEGATIVE, read_with_negatives, stack_rows
@@ -96,10 +99,20 @@ class LTX2(LTXPolicy):
         max_sequence_length: PositiveInt = 1024,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        codec = self.sound_decoder = self.sound_codec = SoundCodec(video, memory)
+        codec = SoundCodec(video, memory)
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
         self.streams = streams
         self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
+
+    def set_parts(
+        self,
+        network: Network,
+        codec: Codec,
+        offload_text: bool,
+        cache: PromptCache | None = None,
+    ) -> None:
+        super().set_parts(network, codec, offload_text, cache)
+        self.sound_decoder = self.sound_codec = cast(SoundCodec, self.codec)
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
         clip = super().shape_of_latents(transformer, vae)

@@ -182,6 +182,7 @@ class Denoisers:
     setup: Setup = field(default_factory=Setup)
     rows: int = 1
     loads_to_cpu: bool = False
+    empty: nn.Module | None = None
     pipe: Any = None
     """Loaded pipeline."""
 
@@ -258,9 +259,10 @@ class Denoisers:
         else:  # sharding and offloading replace parameters in each evaluation
             speed_up_adapters(denoiser, not self.loads_to_cpu and self.setup.offload == "none")
 
-    def set_attention(self, name: Attention, *copies: nn.Module) -> None:
-        for network in (*(self.components[trained] for trained in self.trained), *copies):
-            set_attention(name, network)
+    def set_attention(self, name: Attention) -> None:
+        for network in (*(self.components[trained] for trained in self.trained), self.empty):
+            if network is not None:
+                set_attention(name, network)
         self.setup = replace(self.setup, speed=replace(self.setup.speed, attention=name))
 
     def cast_layerwise(self, denoiser: Any) -> None:

@@ -104,9 +104,7 @@ def test_a_recorded_plan_belongs_to_its_settings_and_files(tmp_path):
     assert identify(SD3(str(shapes), 32, 32, guidance=1.0)) != key
     assert identify(SD3(str(shapes), 32, 64)) != key
     assert identify(SD3(str(shapes), 32, 32, lora=None)) != key
-    tiles = SD3(str(shapes), 32, 32)
-    tiles.network.setup = Setup(vae_tile=16)
-    assert identify(tiles) != key
+    assert identify(SD3(str(shapes), 32, 32).with_setup(Setup(vae_tile=16))) != key
     config = copy / "transformer/config.json"
     config.write_text(config.read_text().replace('"num_layers": ', '"num_layers": 1'))
     assert identify(SD3(str(copy), 32, 32)) != key

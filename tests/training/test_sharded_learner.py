@@ -1,7 +1,6 @@
 """A whole network that is trained while processes share it: unequal work, clipping, averages."""
 
 import ctypes
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.processes import gather_whole
-from flowalign.distributed.shard_weights import Shards, copy_without_values
+from flowalign.distributed.shard_weights import Shards
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import WeightOverride
 from flowalign.types import Request
@@ -54,12 +53,7 @@ def outcome(learner, norms):
 
 def shared(policy, processes):
     if processes.world > 1:
-        empty = copy_without_values(policy.denoiser)
-        shards = Shards(processes, processes.world)
-        shards.add_all(policy.network.modules())
-        policy.network.frozen_copy = partial(
-            shards.frozen_copy, policy.denoiser, empty, policy.network.blocks
-        )
+        policy.network.shard(policy.denoiser, Shards(processes, processes.world))
 
 
 def trained(processes, checkpointing):

@@ -7,12 +7,14 @@ model; separate configuration classes would repeat every name.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
 
 from flowalign.data.compatibility import check_requests
 from flowalign.data.requests import read_located_requests, read_requests
+from flowalign.data.tensor_store import StoredPrompts
 from flowalign.distributed.processes import Processes, join
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
@@ -125,10 +127,9 @@ class Run:
         require_ranges(self)
         if self.guidance == "off":
             object.__setattr__(self, "policy", self.policy.without_guidance())
-        if self.policy.network:
-            self.policy.network.setup = self.setup
-            self.policy.network.rows = self.recipe.micro_batch
-            self.policy.network.rows *= self.policy.evaluations_per_velocity
+        rows = self.recipe.micro_batch * self.policy.evaluations_per_velocity
+        cache = None if self.prompt_cache is None else StoredPrompts(Path(self.prompt_cache))
+        object.__setattr__(self, "policy", self.policy.with_setup(self.setup, rows, cache))
         self._check_setup()
         if self.evaluation:
             self.evaluation.items()
