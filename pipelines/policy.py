@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -113,18 +112,10 @@ class DiffusersPolicy(Policy):
             family_layers=self.default_lora.target_modules or (),
             latents_argument=self.latents_argument,
         )
-        self.set_parts(network, codec, offload_text)
-
-    def set_parts(
-        self, network: Network, codec: Codec, offload_text: bool, cache: PromptCache | None = None
-    ) -> None:
-        """Set the parts, which a DiffusersPolicy always has, so that they cannot be None."""
-        self.network = network  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.network = network
         self.codec = self.renderer = codec.with_network(network)
         size = codec.height, codec.width
-        self.text_encoder = TextEncoder(  # pyright: ignore[reportIncompatibleVariableOverride]
-            network, self.input_spec, size, offload_text, cache
-        )
+        self.text_encoder = TextEncoder(network, self.input_spec, size, offload_text)
 
     @abstractmethod
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:
@@ -145,12 +136,15 @@ class DiffusersPolicy(Policy):
         scheduler.set_timesteps(num_steps)
         return scheduler.sigmas.clone()
 
-    def with_setup(
-        self, setup: Setup, rows: int = 1, cache: PromptCache | None = None
-    ) -> "DiffusersPolicy":
-        copied, network = copy(self), replace(self.network, setup=setup, rows=rows)
-        copied.set_parts(network, self.codec, self.text_encoder.offload, cache)
-        return copied
+    def take_setup(self, setup: Setup, rows: int, cache: PromptCache | None) -> None:
+        # a DiffusersPolicy always has these parts, so they cannot be None
+        self.network = replace(  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.network, setup=setup, rows=rows
+        )
+        self.codec = self.renderer = self.codec.with_network(self.network)
+        self.text_encoder = self.text_encoder.with_network(  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.network, cache
+        )
 
     def check_setup(self, setup: Setup) -> None:
         count_tokens = partial(_count_tokens, self)

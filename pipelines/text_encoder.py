@@ -4,6 +4,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -39,11 +40,16 @@ class TextEncoder(PromptEncoder):
         input_spec: InputSpec,
         size: tuple[int, int],
         offload: bool,
-        cache: PromptCache | None = None,
     ):
         self.network, self.input_spec = network, input_spec
-        self.size, self.offload, self.cache = size, offload, cache
-        self.micro_batch = network.setup.text_micro_batch
+        self.size, self.offload = size, offload
+
+    def with_network(self, network: Denoisers, cache: PromptCache | None) -> "TextEncoder":
+        """Return these encoders for the networks of a run, with its cache of their results."""
+        other = copy(self)
+        other.network, other.cache = network, cache
+        other.micro_batch = network.setup.text_micro_batch
+        return other
 
     def open(self, pipe: Any, device: torch.device) -> None:
         """Take over a loaded pipeline."""

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("flowalign", "pipelines", "reward_models")
 FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 SOURCES = {path: path.read_text() for path in FILES}
-MAX_FILE, MAX_FUNCTION, MAX_METHODS, MAX_PARAMETERS = 400, 45, 16, 8
+MAX_FILE, MAX_FUNCTION, MAX_METHODS, MAX_PARAMETERS = 400, 45, 17, 8
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -76,9 +76,9 @@ def test_the_measure_finds_what_is_too_large():
     names = ", ".join(f"p{i}" for i in range(9))
     long = "def long():\n" + "    x = 1\n" * 45
     wide = f"def wide(self, {names}): ...\n"
-    crowd = "class Crowd:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(17))
+    crowd = "class Crowd:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(18))
     found = over_budget(nodes_of(long + wide + crowd))
-    assert found == ["long: 46 lines", "wide: 9 parameters", "Crowd: 17 methods"]
+    assert found == ["long: 46 lines", "wide: 9 parameters", "Crowd: 18 methods"]
     assert over_budget(nodes_of("def fine(self, a, b, c, d, e, f, g, h): ...\n")) == []
 
 
@@ -88,12 +88,6 @@ def test_every_module_lies_in_a_room():
 
 COMPLETE = {"loop", "rewards", "values", "policy"}
 """Names of objects that are complete after construction."""
-COMPLETED = {
-    "flowalign/runs/config/run.py": "the network gets the setup of its run before any check",
-    "flowalign/runs/policy_setup.py": "loading opens the cache of the text encoder",
-    "pipelines/any_pipeline/inspection.py": "only a run counts evaluations of unknown pipelines",
-}
-"""Files that set attributes of such objects from outside, and why."""
 
 
 def completed_outside(nodes: list[ast.AST]) -> list[str]:
@@ -108,7 +102,7 @@ def completed_outside(nodes: list[ast.AST]) -> list[str]:
 
 
 def test_objects_are_complete_after_construction(faults):
-    assert faults["completed_outside"].keys() == COMPLETED.keys(), faults["completed_outside"]
+    assert faults["completed_outside"] == {}
     source = "loop.a = self.policy.b.c = 1\nself.loop = other.x = 2"
     assert completed_outside(nodes_of(source)) == ["loop.a", "self.policy.b.c"]
 

@@ -57,6 +57,7 @@ from flowalign.types.policy import (
     VelocityField,
     with_denoiser,
     with_guidance,
+    with_setup,
 )
 from flowalign.types.prompt_conditioning import (
     PromptConditioning,

@@ -128,18 +128,13 @@ class Policy(metaclass=ABCMeta):
     ) -> Float[Tensor, "n *latent"]:
         """Return dx / dsigma in float32, with guidance; sigma is one time or one per row."""
 
-    def with_setup(
-        self,
-        setup: Setup,  # noqa: ARG002
-        rows: int = 1,  # noqa: ARG002
-        cache: "PromptCache | None" = None,  # noqa: ARG002
-    ) -> "Policy":
-        """Return this policy, which is not loaded, with the settings of a run.
+    def take_setup(  # noqa: B027 (most policies of users have no such settings)
+        self, setup: Setup, rows: int, cache: "PromptCache | None"
+    ) -> None:
+        """Use the settings of a run, before `load`; only a policy with a `TrainedNetwork` has any.
 
-        `rows` are those of a network call of the update; `cache` stores encoded prompts. A policy
-        without a `TrainedNetwork` has no such settings and returns itself.
+        `rows` are those of a network call of the update; `cache` stores encoded prompts.
         """
-        return self
 
     def check_setup(self, setup: Setup) -> None:
         """Raise ValueError for settings that this policy does not support; reads no weights."""
@@ -212,6 +207,15 @@ def with_guidance(policy: Policy, scale: float) -> Policy:
     """
     copied = copy.copy(policy)
     copied.guidance, copied.evaluations_per_velocity = scale, 2 if scale > 1 else 1
+    return copied
+
+
+def with_setup(
+    policy: Policy, setup: Setup, rows: int = 1, cache: "PromptCache | None" = None
+) -> Policy:
+    """Return a policy that is not loaded with the settings of a run, see `take_setup`."""
+    copied = copy.copy(policy)
+    copied.take_setup(setup, rows, cache)
     return copied
 
 
@@ -337,7 +341,7 @@ class PromptCache(ABC):
 class PromptEncoder(ABC):
     """Prompt encoders of a policy, which are loaded and freed separately from the rest of it."""
 
-    cache: PromptCache | None
+    cache: PromptCache | None = None
     """Cache of conditioning. With one, `load` reads no prompt encoders; None: it reads them."""
     micro_batch: int | None = None
     """Number of prompts that are encoded together; None: all that a caller passes."""

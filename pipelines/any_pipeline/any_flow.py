@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -138,13 +137,6 @@ class AnyFlow(DiffusersPolicy):
         self.text_encoder.input_spec = self.input_spec
         blank = probe_request("", self.input_spec, *size)
         self.stock = StockCall(self.folder, name, size, self.call.arguments, self.precision, blank)
-
-    def with_evaluations(self, count: int) -> "AnyFlow":
-        """Return this policy with another number of network evaluations per denoising step."""
-        copied = copy(self)
-        copied.call = replace(self.call, evaluations=count)
-        copied.evaluations_per_velocity = count
-        return copied
 
     def check_setup(self, setup: Setup) -> None:
         if setup != Setup():

@@ -1,6 +1,8 @@
 """Tests on a pipeline folder which operations of training work."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ def inspect_pipeline(
     policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
     steps, rows = policy.stock.rollout(network, [Request(_PROMPT)], 4)
-    policy = policy.with_evaluations(rows // len(steps))
+    policy = _with_evaluations(policy, rows // len(steps))
     return {
         "pipeline": f"{policy.folder.pipeline.__name__}, {type(network).__name__} of "
         f"{sum(p.numel() for p in network.parameters()):,} parameters",
@@ -44,6 +46,14 @@ def inspect_pipeline(
         "sharding blocks": _blocks(network),
         "attention backends": ", ".join(usable_attention()),
     }
+
+
+def _with_evaluations(policy: AnyFlow, count: int) -> AnyFlow:
+    """Return the policy with this number of network evaluations per denoising step."""
+    copied = copy(policy)
+    copied.call = replace(policy.call, evaluations=count)
+    copied.evaluations_per_velocity = count
+    return copied
 
 
 def _tried(work: Callable[[], str]) -> str:

@@ -18,12 +18,12 @@ from flowalign.types import (
     PositiveInt,
     PromptCache,
     Request,
+    Setup,
     Sound,
     SoundDecoder,
     prompts_of,
 )
 from flowalign.utils.imports import LazyModule
-from pipelines.codec import Codec
 from pipelines.families.first_frame import (
     FixedFirstFrame,
     insert_first_frame,
@@ -39,7 +39,6 @@ from pipelines.families.ltx2_guidance import (
     scale_audio_gradients,
     waveform,
 )
-from pipelines.network.network import Network
 from pipelines.network.weights import DTYPES, Lora, Precision
 from pipelines.parts.encoding import digest
 from pipelines.parts.evaluation import NEGATIVE, read_with_negatives, stack_rows
@@ -101,17 +100,12 @@ class LTX2(LTXPolicy):
     ):
         codec = SoundCodec(video, memory)
         super().__init__(path, codec, lora, precision, guidance, max_sequence_length)
+        self.sound_decoder = self.sound_codec = cast(SoundCodec, self.codec)
         self.streams = streams
         self.evaluations_per_velocity = 1 + len(streams.weights(guidance))
 
-    def set_parts(
-        self,
-        network: Network,
-        codec: Codec,
-        offload_text: bool,
-        cache: PromptCache | None = None,
-    ) -> None:
-        super().set_parts(network, codec, offload_text, cache)
+    def take_setup(self, setup: Setup, rows: int, cache: PromptCache | None) -> None:
+        super().take_setup(setup, rows, cache)
         self.sound_decoder = self.sound_codec = cast(SoundCodec, self.codec)
 
     def shape_of_latents(self, transformer: Config, vae: Config) -> tuple[int, ...]:

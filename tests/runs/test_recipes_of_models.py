@@ -12,7 +12,7 @@ from flowalign.runs.combinations import combination
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
 from flowalign.runs.run_files import ShippedRun, recipes
-from flowalign.types import ModelPlan, Setup
+from flowalign.types import ModelPlan, Setup, with_setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore
 from pipelines.policy import compute_plan
@@ -104,7 +104,7 @@ def test_a_recorded_plan_belongs_to_its_settings_and_files(tmp_path):
     assert identify(SD3(str(shapes), 32, 32, guidance=1.0)) != key
     assert identify(SD3(str(shapes), 32, 64)) != key
     assert identify(SD3(str(shapes), 32, 32, lora=None)) != key
-    assert identify(SD3(str(shapes), 32, 32).with_setup(Setup(vae_tile=16))) != key
+    assert identify(with_setup(SD3(str(shapes), 32, 32), Setup(vae_tile=16))) != key
     config = copy / "transformer/config.json"
     config.write_text(config.read_text().replace('"num_layers": ', '"num_layers": 1'))
     assert identify(SD3(str(copy), 32, 32)) != key

@@ -36,6 +36,7 @@ from flowalign.types import (
     Sharding,
     Speed,
     require_ranges,
+    with_setup,
 )
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
@@ -129,7 +130,7 @@ class Run:
             object.__setattr__(self, "policy", self.policy.without_guidance())
         rows = self.recipe.micro_batch * self.policy.evaluations_per_velocity
         cache = None if self.prompt_cache is None else StoredPrompts(Path(self.prompt_cache))
-        object.__setattr__(self, "policy", self.policy.with_setup(self.setup, rows, cache))
+        object.__setattr__(self, "policy", with_setup(self.policy, self.setup, rows, cache))
         self._check_setup()
         if self.evaluation:
             self.evaluation.items()

@@ -16,7 +16,7 @@ from flowalign.data.tensor_store import StoredPrompts
 from flowalign.runs import run_memory
 from flowalign.runs.config import Run, load
 from flowalign.sampling.inference import without_guidance
-from flowalign.types import ModelPlan, Request, Setup, encode_requests
+from flowalign.types import ModelPlan, Request, Setup, encode_requests, with_setup
 from flowalign.utils.errors import ConfigError
 from pipelines import LTX, SD3, DiffusersPolicy, Wan
 from pipelines.text_encoder import TextEncoder
@@ -34,7 +34,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 def stored(folder: Path, **changes) -> SD3:
     """The embedded policy with a prompt cache, loaded."""
     policy = new_sd3(**changes)  # also without one, to have the same settings
-    policy = policy.with_setup(Setup(), cache=StoredPrompts(folder))
+    policy = with_setup(policy, Setup(), cache=StoredPrompts(folder))
     policy.load(CPU)
     return policy
 
@@ -148,7 +148,7 @@ def test_video_policies_do_without_encoders_too(cls, folder, tmp_path):
 
     plain, policy = new(), new()
     plain.load(CPU)
-    policy = policy.with_setup(Setup(), cache=StoredPrompts(tmp_path))
+    policy = with_setup(policy, Setup(), cache=StoredPrompts(tmp_path))
     policy.load(CPU)
     assert policy.pipe.components["text_encoder"] is None
     assert equal(encode_requests(policy, ASKED), one_by_one(plain, ASKED))
