@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 HELP = "Measure signal and noise of each denoising step's gradient, at fixed weights."
 
 
+BATCHES = 16
+"""Default number of batches."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run files, the settings to compare, the number of batches, and the outputs."""
     add_config(parser)
@@ -46,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories or checkpoints to compare; start: the model's own weights",
     )
-    parser.add_argument("--batches", type=whole(6, 10_000), default=16, help="(default: 16)")
+    parser.add_argument("--batches", type=whole(6, 10_000), help=f"(default: {BATCHES})")
     parser.add_argument(
         "--metric",
         choices=("gradient", "update"),
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.credit:
         return _show_credit(found, args.credit)
     judged: list[figures.ProbeAnalysis] = []
-    for setting, measured in probes(found, args.batches, get_log()):
+    for setting, measured in probes(found, args.batches or BATCHES, get_log()):
         if measured is None:
             continue  # not the main process
         judged.append(figures.ProbeAnalysis(setting, measured, args.metric))
@@ -91,8 +95,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    if args.credit and (args.out or args.overlay or args.metric != "gradient"):
-        raise ValueError("--credit prints one table: leave out --out, --overlay and --metric")
+    if args.credit and (args.batches or args.out or args.overlay or args.metric != "gradient"):
+        raise ValueError(
+            "--credit prints one table of its prompts: leave out --batches, --out, --overlay and "
+            "--metric"
+        )
     if args.out:
         check_folder_path(Path(args.out))
     if args.overlay:
@@ -162,7 +169,7 @@ def _build_settings(args: argparse.Namespace) -> "list[Setting]":
     axes = [axis.methods(args.methods), *varied, axis.layouts(args.layouts)]
     found = axis.settings(configs, overrides, weights, axes, args.processes)
     if args.metric == "update":
-        axis.check_metric(found, args.batches)
+        axis.check_metric(found, args.batches or BATCHES)
     return found
 
 

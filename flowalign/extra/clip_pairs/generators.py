@@ -93,7 +93,7 @@ class LocalPairs(PairGenerator):
 
     strengths: Sequence[UnitInterval] = (0.75, 0.8, 0.85)
     """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each video draws one.
-    Training weighs larger ones more, see `readers.local_dpo.emphasis`."""
+    Training weighs larger ones more, see `readers.training_rows.emphasis`."""
     share: tuple[UnitInterval, UnitInterval] = (0.1, 0.5)
     """Range of the share of latent positions that the mask covers, in (0, 1), drawn per video. The
     default is our choice."""
