@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import random
 import re
 import signal
 import sys
@@ -81,6 +82,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
+    random.seed(item.nodeid)  # beartype compares random items of sequences
     if item.path != item.config.stash.get(_FILE, None):
         item.config.stash[_FILE] = item.path
         annotations.begin_file()
