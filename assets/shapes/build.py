@@ -9,25 +9,29 @@ latents. The prompts of the *unseen* split never occur.
 """
 
 import argparse
-import copy
 import random
-import time
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers
 from torch import Tensor, nn
-from torch.nn import functional as F
-from toy_training import encode_all, follow, log, save, train_vae
+from toy_training import (
+    FlowTraining,
+    decode_pictures,
+    make_latents,
+    make_tokenizer,
+    sample,
+    save,
+    sd3_velocity,
+    small_clip,
+    small_vae,
+)
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
     T5Config,
@@ -52,37 +56,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def whole_words(words: set[str], length: int) -> PreTrainedTokenizerFast:
     """Return a whole-word tokenizer; `<eos>` is not id 2, which CLIP treats specially."""
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *sorted(words)])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        model_max_length=length,
-    )
+    return make_tokenizer(vocab, length)
 
 
 def text_encoder(vocab: int, layers: int) -> CLIPTextModelWithProjection:
     """Return a CLIP text tower of width 48."""
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=vocab,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            max_position_embeddings=12,
-            projection_dim=48,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=3,
-        )
-    )
+    return CLIPTextModelWithProjection(small_clip(vocab, layers, 12, projection_dim=48))
 
 
 def silent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
@@ -109,18 +88,7 @@ def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
     """Build the untrained pipeline, with a zero-output T5 stub."""
     words = tokenizer()
     t5, t5_words = silent_t5()
-    vae = AutoencoderKL(
-        block_out_channels=(16, 32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        norm_num_groups=8,
-        latent_channels=4,
-        sample_size=32,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-    )
+    vae = small_vae((16, 32, 32), 4, 32)
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=args.patch,
@@ -166,19 +134,12 @@ def train_flow(
     pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
 ) -> None:
     """Train transformer and both text encoders by flow matching; keep the EMA weights."""
-    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
-    average = copy.deepcopy(trained)
-    generator = torch.Generator().manual_seed(2)
-    optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98)
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, args.steps, pct_start=0.05, final_div_factor=50
-    )
+    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2])
+    training = FlowTraining(trained, args.lr)
+    generator, schedule = training.generator, training.schedule(args.steps)
     unique = [*sorted(set(prompts)), ""]
     ids = pipe.tokenizer(unique, padding="max_length", return_tensors="pt").input_ids
     row = torch.tensor([unique.index(p) for p in prompts])
-    start, average_loss = time.time(), 1.0
     for step in range(args.steps):
         pick = torch.randint(len(latents), (args.batch,), generator=generator)
         dropped = torch.rand(args.batch, generator=generator) < 0.1
@@ -188,26 +149,14 @@ def train_flow(
         data, noise = latents[pick], torch.randn(latents[pick].shape, generator=generator)
         sigma = torch.randn(args.batch, generator=generator).sigmoid()
         x = (1 - sigma[:, None, None, None]) * data + sigma[:, None, None, None] * noise
-        velocity = pipe.transformer(
-            hidden_states=x,
-            timestep=sigma * 1000,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        loss = F.mse_loss(velocity, noise - data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
+        velocity = sd3_velocity(pipe.transformer, x, sigma, text, pooled)
+        training.descend(velocity, noise - data, step)
         schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        follow(average, trained, step)
-        average_loss += 0.01 * (float(loss) - average_loss)
         if step % 200 == 0:
-            log("flow", step, args.steps, start, average_loss)
-        if step >= 2000 and step % 250 == 0 and accuracy(pipe, average) >= args.headroom:
+            training.log(step, args.steps)
+        if step >= 2000 and step % 250 == 0 and accuracy(pipe, training.average) >= args.headroom:
             break
-    trained.load_state_dict(average.state_dict())
+    trained.load_state_dict(training.average.state_dict())
     trained.eval()
 
 
@@ -222,19 +171,13 @@ def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
     text = torch.cat([text, text.new_zeros(len(text), T5_LENGTHS[0], text.shape[2])], 1)
     x = torch.randn(len(prompts), 4, 8, 8, generator=torch.Generator().manual_seed(3))
     pipe.scheduler.set_timesteps(8)
-    for sigma, following in pairwise(pipe.scheduler.sigmas):
-        velocity = pipe.transformer(
-            hidden_states=x,
-            timestep=(sigma * 1000).expand(len(x)),
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        x = x + (following - sigma) * velocity
+    x = sample(
+        lambda x, sigma: sd3_velocity(pipe.transformer, x, sigma, text, pooled),
+        x,
+        pipe.scheduler.sigmas,
+    )
     pipe.transformer, pipe.text_encoder, pipe.text_encoder_2 = live
-    config = pipe.vae.config
-    pictures = pipe.vae.decode(x / config.scaling_factor + config.shift_factor).sample
-    media = (pictures / 2 + 0.5).clamp(0, 1)[:, None]
+    media = decode_pictures(pipe.vae, x)
     exact_match = float(ShapesVerifier().score(MediaBatch(media, prompts)).values[:, -1].mean())
     print(f"exact_match {exact_match:.3f}", flush=True)  # noqa: T201
     return exact_match
@@ -270,11 +213,7 @@ def main() -> None:
     torch.manual_seed(0)
     pipe = new_pipeline(args)
     pictures, prompts = dataset(args.images, seed=0)
-    if args.vae:
-        pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
-    else:
-        train_vae(pipe.vae, pictures, args.vae_steps)
-    latents = encode_all(pipe.vae, pictures)
+    latents = make_latents(pipe, pictures, args)
     if args.steps:
         train_flow(pipe, latents, prompts, args)
     save(pipe, args.out)

@@ -17,9 +17,9 @@ from pathlib import Path
 import open_clip
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn import functional as F
+from toy_training import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 from world import COLOURS, COUNTS, RELATIONS, SHAPES, phrase, render, splits
 
@@ -58,19 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
     words |= {w for r in RELATIONS for w in r.split()}
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", *sorted(words), "<eos>"])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", len(vocab) - 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        model_max_length=12,
-    )
+    return make_tokenizer(vocab, 12)
 
 
 def near_misses(prompts: list[str]) -> dict[str, list[str]]:

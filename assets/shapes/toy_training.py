@@ -1,13 +1,72 @@
-"""Parts of the training of all toy models: the autoencoder, averaged weights, and files."""
+"""Parts of all toy models: tokenizer, networks, training, averaged weights, sampling, and files."""
 
+import argparse
+import copy
 import json
 import time
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import CLIPTextConfig, PreTrainedTokenizerFast
+
+
+def make_tokenizer(
+    vocab: Mapping[str, int], length: int, splitter: pre_tokenizers.PreTokenizer | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of known words between `<bos>` and `<eos>`; None splits at white space."""
+    core = Tokenizer(models.WordLevel(dict(vocab), unk_token="<unk>"))
+    core.pre_tokenizer = splitter or pre_tokenizers.Whitespace()
+    ends = [(name, vocab[name]) for name in ("<bos>", "<eos>")]
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=ends
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_max_length=length,
+    )
+
+
+def small_clip(vocab: int, layers: int, length: int, **more: Any) -> CLIPTextConfig:
+    """Return the settings of a CLIP text tower of width 48 for the ids of `make_tokenizer`."""
+    return CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=length,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=3,
+        **more,
+    )
+
+
+def small_vae(widths: tuple[int, int, int], channels: int, side: int) -> AutoencoderKL:
+    """Return an untrained autoencoder that is four times smaller per side."""
+    return AutoencoderKL(
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=channels,
+        sample_size=side,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
 
 
 def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int, batch: int = 32) -> None:
@@ -43,11 +102,84 @@ def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
     return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
-@torch.no_grad()
-def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
-    """Move averaged weights towards the trained ones, faster in the first steps."""
-    decay = min(0.999, (1 + step) / (10 + step))
-    torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
+def make_latents(
+    pipe: DiffusionPipeline, pictures: Tensor, args: argparse.Namespace, batch: int = 32
+) -> Tensor:
+    """Read the autoencoder from `args.vae` or train it, and return the dataset's latents."""
+    if args.vae:
+        pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
+    else:
+        train_vae(pipe.vae, pictures, args.vae_steps, batch)
+    return encode_all(pipe.vae, pictures)
+
+
+class FlowTraining:
+    """Optimizer, averaged weights and progress of networks that learn velocities."""
+
+    def __init__(self, trained: nn.Module, lr: float):
+        self.trained = trained.train()
+        self.average = copy.deepcopy(trained)
+        self.generator = torch.Generator().manual_seed(2)
+        self.optimizer = torch.optim.AdamW(
+            trained.parameters(), lr=lr, weight_decay=1e-2, betas=(0.9, 0.98)
+        )
+        self.start, self.mean_loss = time.time(), 1.0
+
+    def schedule(self, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
+        """Return a schedule that warms up for 5 % of the steps and then falls to almost 0."""
+        lr = self.optimizer.defaults["lr"]
+        return torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, lr, steps, pct_start=0.05, final_div_factor=50
+        )
+
+    def descend(self, velocity: Tensor, target: Tensor, step: int) -> None:
+        """Make a step on the mean squared error, and move the averaged weights."""
+        loss = F.mse_loss(velocity, target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trained.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._follow(step)
+        self.mean_loss += 0.01 * (loss.item() - self.mean_loss)
+
+    def log(self, step: int, steps: int) -> None:
+        """Print one line of progress."""
+        log("flow", step, steps, self.start, self.mean_loss)
+
+    @torch.no_grad()
+    def _follow(self, step: int) -> None:
+        """Move averaged weights towards the trained ones, faster in the first steps."""
+        decay = min(0.999, (1 + step) / (10 + step))
+        average, trained = self.average.parameters(), self.trained.parameters()
+        torch._foreach_lerp_(list(average), list(trained), 1 - decay)
+
+
+def sample(
+    velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Iterable[Tensor]
+) -> Tensor:
+    """Integrate velocities from noise `x` with Euler steps."""
+    for sigma, following in pairwise(sigmas):
+        x = x + (following - sigma) * velocity(x, sigma.expand(len(x)))
+    return x
+
+
+def sd3_velocity(
+    transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor, pooled: Tensor
+) -> Tensor:
+    """Evaluate the transformer of a toy SD3 model."""
+    return transformer(
+        hidden_states=x,
+        timestep=sigma * 1000,
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        return_dict=False,
+    )[0]
+
+
+def decode_pictures(vae: AutoencoderKL, x: Tensor) -> Tensor:
+    """Decode latents to media [n, 1, 3, H, W] in [0, 1]."""
+    pictures = vae.decode(x / vae.config.scaling_factor + vae.config.shift_factor).sample
+    return (pictures / 2 + 0.5).clamp(0, 1)[:, None]
 
 
 def log(stage: str, step: int, steps: int, start: float, value: float) -> None:

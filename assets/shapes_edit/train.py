@@ -10,10 +10,7 @@ data. The model therefore often returns the source unchanged, which leaves room 
 """
 
 import argparse
-import copy
-import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,11 +23,9 @@ from diffusers import (
 )
 from edited_world import EDITS, WAYS, Edit, combinations, edits, picture, splits
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.functional import pixel_unshuffle
-from toy_training import follow, log, save
+from toy_training import FlowTraining, decode_pictures, sample, save, small_clip
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModel,
     PreTrainedTokenizerFast,
     T5Config,
@@ -54,19 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def clip(vocab: int) -> CLIPTextModel:
     """Return a CLIP text tower of width 48; FLUX.1 uses its pooled output."""
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=vocab,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=TOKENS,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=3,
-        )
-    )
+    return CLIPTextModel(small_clip(vocab, 1, TOKENS))
 
 
 def t5(vocab: int) -> T5EncoderModel:
@@ -162,14 +145,9 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
     source = encode(pipe.vae, [edit.change.source for edit in some])
     target = encode(pipe.vae, [edit.change.target for edit in some])
     ids = words_of(pipe, some)
-    editor = Editor(pipe).train()
-    average = copy.deepcopy(editor)
-    generator = torch.Generator().manual_seed(2)
-    optimizer = torch.optim.AdamW(editor.parameters(), args.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, args.steps, pct_start=0.05, final_div_factor=50
-    )
-    start, mean = time.time(), 1.0
+    editor = Editor(pipe)
+    training = FlowTraining(editor, args.lr)
+    generator, schedule = training.generator, training.schedule(args.steps)
     for step in range(args.steps):
         pick = torch.randint(len(target), (args.batch,), generator=generator)
         failed = torch.rand(args.batch, 1, 1, generator=generator) < args.unedited
@@ -179,19 +157,13 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
         share = sigma[:, None, None]
         text = editor.embed(ids[pick])
         velocity = editor.velocity((1 - share) * data + share * noise, sigma, source[pick], text)
-        loss = F.mse_loss(velocity, noise - data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(editor.parameters(), 1.0)
-        optimizer.step()
+        training.descend(velocity, noise - data, step)
         schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        follow(average, editor, step)
-        mean += 0.01 * (loss.item() - mean)
         if step % 200 == 0:
-            log("flow", step, args.steps, start, mean)
+            training.log(step, args.steps)
         if step and step % 500 == 0:
-            accuracy(pipe, average, "train")
-    editor.load_state_dict(average.state_dict())
+            accuracy(pipe, training.average, "train")
+    editor.load_state_dict(training.average.state_dict())
     editor.eval()
 
 
@@ -209,14 +181,10 @@ def accuracy(pipe: FluxKontextPipeline, editor: Editor, split: str, steps: int =
     text = editor.embed(words_of(pipe, some))
     x = torch.randn(source.shape, generator=torch.Generator().manual_seed(3))
     pipe.scheduler.set_timesteps(steps)
-    for sigma, following in pairwise(pipe.scheduler.sigmas):
-        velocity = editor.velocity(x, sigma.expand(len(x)), source, text)
-        x = x + (following - sigma) * velocity
-    config = pipe.vae.config
+    x = sample(lambda x, sigma: editor.velocity(x, sigma, source, text), x, pipe.scheduler.sigmas)
     latents = pipe._unpack_latents(x, 32, 32, pipe.vae_scale_factor)
-    pictures = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
     batch = MediaBatch(
-        (pictures / 2 + 0.5).clamp(0, 1)[:, None],
+        decode_pictures(pipe.vae, latents),
         [edit.instruction for edit in some],
         [edit.change.metadata() for edit in some],
         references=[[picture(edit.change.source)] for edit in some],

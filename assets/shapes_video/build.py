@@ -18,7 +18,6 @@ import argparse
 import copy
 import random
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from moving_world import MOTIONS, OBJECTS, render, splits
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toy_training import follow, log, save
+from toy_training import FlowTraining, log, sample, save
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flowalign.types import MediaBatch
@@ -210,17 +209,10 @@ def train_flow(
 
     The decoder's process uses one thread for the first `args.beside` steps.
     """
-    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder]).train()
-    average = copy.deepcopy(trained)
-    generator = torch.Generator().manual_seed(2)
-    optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98)
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, args.steps, pct_start=0.05, final_div_factor=50
-    )
+    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder])
+    training = FlowTraining(trained, args.lr)
+    generator, schedule = training.generator, training.schedule(args.steps)
     ids, mask, row = indexed(pipe, prompts)
-    start, average_loss = time.time(), 1.0
     torch.set_num_threads(1)
     for step in range(args.steps):
         if step == args.beside:
@@ -234,29 +226,25 @@ def train_flow(
         if long:
             text = F.pad(text, (0, 0, 0, LENGTHS[1] - LENGTHS[0]))
         at = sigma[:, None, None, None, None]
-        velocity = trained[0](
-            hidden_states=(1 - at) * data + at * noise,
-            timestep=sigma * 1000,
-            encoder_hidden_states=text,
-            return_dict=False,
-        )[0]
-        loss = F.mse_loss(velocity, noise - data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
+        velocity = evaluate(trained[0], (1 - at) * data + at * noise, sigma, text)
+        training.descend(velocity, noise - data, step)
         schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        follow(average, trained, step)
-        average_loss += 0.01 * (loss.item() - average_loss)
         if step % 100 == 0:
-            log("flow", step, args.steps, start, average_loss)
+            training.log(step, args.steps)
         if step > args.beside and step % 500 == 0:
-            pipe.transformer, pipe.text_encoder = average
+            pipe.transformer, pipe.text_encoder = training.average
             if args.keep:
                 save(copy.deepcopy(pipe), args.out.with_name(f"{args.out.name}-{step}"))
-            if accuracy(pipe, average) >= args.headroom:
+            if accuracy(pipe, training.average) >= args.headroom:
                 break
-    pipe.transformer, pipe.text_encoder = average.eval()
+    pipe.transformer, pipe.text_encoder = training.average.eval()
+
+
+def evaluate(transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+    """Return the velocity of the states `x`."""
+    return transformer(
+        hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=text, return_dict=False
+    )[0]
 
 
 def finish(decoder: mp.Process) -> None:
@@ -304,14 +292,8 @@ def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
     text = embed(average[1], *tokens(pipe, prompts))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(len(prompts), CHANNELS, 5, 8, 8, generator=generator)
-    for sigma, following in pairwise(shifted(torch.linspace(1, 0, 11))):
-        velocity = average[0](
-            hidden_states=x,
-            timestep=(sigma * 1000).expand(len(x)),
-            encoder_hidden_states=text,
-            return_dict=False,
-        )[0]
-        x = x + (following - sigma) * velocity
+    sigmas = shifted(torch.linspace(1, 0, 11))
+    x = sample(lambda x, sigma: evaluate(average[0], x, sigma, text), x, sigmas)
     found = exact_match(decoded(pipe.vae, x), prompts)
     print(f"exact_match {found:.3f}", flush=True)  # noqa: T201
     return found

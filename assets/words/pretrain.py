@@ -14,25 +14,32 @@ import copy
 import random
 import shutil
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from build import embed, silent_t5
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
 from lexicon import render, sample_label
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from toy_training import encode_all, follow, log, save, train_vae
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+from toy_training import (
+    FlowTraining,
+    decode_pictures,
+    make_latents,
+    make_tokenizer,
+    sample,
+    save,
+    sd3_velocity,
+    small_clip,
+    small_vae,
+)
+from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
 from flowalign.types import MediaBatch
 from reward_models.verifiers.words import FONTS, HEIGHT, INKS, LETTERS, PAPERS, WordsVerifier
@@ -46,19 +53,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per capital letter and per lower-case word."""
     words = [*LETTERS, "the", "word", "in", "on", *INKS, *PAPERS, *FONTS]
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *words])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("[A-Z]|[a-z]+"), "removed", invert=True)
-    core.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        model_max_length=PROMPT_TOKENS,
-    )
+    pieces = pre_tokenizers.Split(Regex("[A-Z]|[a-z]+"), "removed", invert=True)
+    return make_tokenizer(vocab, PROMPT_TOKENS, pieces)
 
 
 def text_encoder(vocab: int) -> CLIPTextModelWithProjection:
@@ -66,20 +62,7 @@ def text_encoder(vocab: int) -> CLIPTextModelWithProjection:
 
     SD3 uses the states before the last layer, so its tokens are embeddings with positions.
     """
-    model = CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=vocab,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=PROMPT_TOKENS,
-            projection_dim=48,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=3,
-        )
-    )
+    model = CLIPTextModelWithProjection(small_clip(vocab, 1, PROMPT_TOKENS, projection_dim=48))
     for name, weight in model.named_parameters():
         if "embedding" in name:
             nn.init.normal_(weight)
@@ -90,18 +73,7 @@ def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
     """Build the untrained pipeline, with a zero-output T5 stub."""
     words = tokenizer()
     t5, t5_words = silent_t5()
-    vae = AutoencoderKL(
-        block_out_channels=(16, 32, 48),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        norm_num_groups=8,
-        latent_channels=args.channels,
-        sample_size=HEIGHT,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-    )
+    vae = small_vae((16, 32, 48), args.channels, HEIGHT)
     transformer = SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
@@ -146,17 +118,14 @@ def train_flow(
     pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
 ) -> None:
     """Train transformer and text encoders by flow matching, and write the EMA weights."""
-    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
-    average = copy.deepcopy(trained)
-    generator = torch.Generator().manual_seed(2)
-    optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98)
-    )
+    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2])
+    training = FlowTraining(trained, args.lr)
+    generator = training.generator
     ids = pipe.tokenizer([*prompts, ""], padding="max_length", return_tensors="pt").input_ids
-    start, step, average_loss, saved, share = time.time(), 0, 1.0, 0.0, 0.0
+    start, step, saved, share = training.start, 0, 0.0, 0.0
     while share < 1:
         share = (time.time() - start) / (60 * args.minutes)
-        for group in optimizer.param_groups:
+        for group in training.optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, (step + 1) / 100) * max(1 - 0.95 * share, 0.05)
         pick = torch.randint(len(latents), (args.batch,), generator=generator)
         dropped = torch.rand(args.batch, generator=generator) < 0.1
@@ -167,28 +136,17 @@ def train_flow(
         # bfloat16 makes the matrix products several times faster on CPUs that support it, but the
         # backward pass of fused attention in bfloat16 is slow there: use plain attention.
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            velocity = pipe.transformer(
-                hidden_states=(1 - level) * data + level * noise,
-                timestep=sigma * 1000,
-                encoder_hidden_states=text,
-                pooled_projections=pooled,
-                return_dict=False,
-            )[0]
-        loss = F.mse_loss(velocity.float(), noise - data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        follow(average, trained, step)
-        average_loss += 0.01 * (loss.item() - average_loss)
+            x = (1 - level) * data + level * noise
+            velocity = sd3_velocity(pipe.transformer, x, sigma, text, pooled)
+        training.descend(velocity.float(), noise - data, step)
         step += 1
         if step % 200 == 0:
-            log("flow", step, 0, start, average_loss)
+            training.log(step, 0)
         if time.time() - start - saved > 60 * args.save_minutes:
             saved = time.time() - start
-            if checkpoint(pipe, average, args) >= args.headroom:
+            if checkpoint(pipe, training.average, args) >= args.headroom:
                 break
-    checkpoint(pipe, average, args)
+    checkpoint(pipe, training.average, args)
 
 
 def checkpoint(
@@ -224,18 +182,12 @@ def evaluate(
     shape = (number, pipe.transformer.config.in_channels, 8, 16)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     pipe.scheduler.set_timesteps(num_steps)
-    for sigma, following in pairwise(pipe.scheduler.sigmas):
-        velocity = pipe.transformer(
-            hidden_states=x,
-            timestep=(sigma * 1000).expand(number),
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        x = x + (following - sigma) * velocity
-    config = pipe.vae.config
-    images = pipe.vae.decode(x / config.scaling_factor + config.shift_factor).sample
-    media = (images / 2 + 0.5).clamp(0, 1)[:, None]
+    x = sample(
+        lambda x, sigma: sd3_velocity(pipe.transformer, x, sigma, text, pooled),
+        x,
+        pipe.scheduler.sigmas,
+    )
+    media = decode_pictures(pipe.vae, x)
     verifier = WordsVerifier()
     means = verifier.score(MediaBatch(media, prompts)).values.mean(0).tolist()
     return dict(zip(verifier.spec.dims, means, strict=True))
@@ -265,11 +217,7 @@ def main() -> None:
     torch.manual_seed(0)
     pipe = new_pipeline(args)
     images, prompts = dataset(args.images, seed=0)
-    if args.vae:
-        pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
-    else:
-        train_vae(pipe.vae, images, args.vae_steps, batch=16)
-    latents = encode_all(pipe.vae, images)
+    latents = make_latents(pipe, images, args, batch=16)
     train_flow(pipe, latents, prompts, args)
 
 
