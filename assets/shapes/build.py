@@ -22,10 +22,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 from torch import Tensor, nn
 from toy_training import (
     FlowTraining,
-    decode_pictures,
     make_latents,
     make_tokenizer,
-    sample,
+    sample_sd3,
     save,
     sd3_velocity,
     small_clip,
@@ -149,7 +148,7 @@ def train_flow(
         data, noise = latents[pick], torch.randn(latents[pick].shape, generator=generator)
         sigma = torch.randn(args.batch, generator=generator).sigmoid()
         x = (1 - sigma[:, None, None, None]) * data + sigma[:, None, None, None] * noise
-        velocity = sd3_velocity(pipe.transformer, x, sigma, text, pooled)
+        velocity = sd3_velocity(pipe.transformer, (text, pooled), x, sigma)
         training.descend(velocity, noise - data, step)
         schedule.step()
         if step % 200 == 0:
@@ -170,14 +169,8 @@ def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
     text, pooled = embed(pipe, ids)
     text = torch.cat([text, text.new_zeros(len(text), T5_LENGTHS[0], text.shape[2])], 1)
     x = torch.randn(len(prompts), 4, 8, 8, generator=torch.Generator().manual_seed(3))
-    pipe.scheduler.set_timesteps(8)
-    x = sample(
-        lambda x, sigma: sd3_velocity(pipe.transformer, x, sigma, text, pooled),
-        x,
-        pipe.scheduler.sigmas,
-    )
+    media = sample_sd3(pipe, x, (text, pooled), num_steps=8)
     pipe.transformer, pipe.text_encoder, pipe.text_encoder_2 = live
-    media = decode_pictures(pipe.vae, x)
     exact_match = float(ShapesVerifier().score(MediaBatch(media, prompts)).values[:, -1].mean())
     print(f"exact_match {exact_match:.3f}", flush=True)  # noqa: T201
     return exact_match

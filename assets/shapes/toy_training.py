@@ -5,6 +5,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,16 +165,25 @@ def sample(
 
 
 def sd3_velocity(
-    transformer: nn.Module, x: Tensor, sigma: Tensor, text: Tensor, pooled: Tensor
+    transformer: nn.Module, text: tuple[Tensor, Tensor], x: Tensor, sigma: Tensor
 ) -> Tensor:
-    """Evaluate the transformer of a toy SD3 model."""
+    """Evaluate the transformer of a toy SD3 model, given text tokens and the pooled vector."""
     return transformer(
         hidden_states=x,
         timestep=sigma * 1000,
-        encoder_hidden_states=text,
-        pooled_projections=pooled,
+        encoder_hidden_states=text[0],
+        pooled_projections=text[1],
         return_dict=False,
     )[0]
+
+
+def sample_sd3(
+    pipe: DiffusionPipeline, x: Tensor, text: tuple[Tensor, Tensor], num_steps: int
+) -> Tensor:
+    """Return media in [0, 1] that a toy SD3 model makes of noise `x`, without guidance."""
+    pipe.scheduler.set_timesteps(num_steps)
+    velocity = partial(sd3_velocity, pipe.transformer, text)
+    return decode_pictures(pipe.vae, sample(velocity, x, pipe.scheduler.sigmas))
 
 
 def decode_pictures(vae: AutoencoderKL, x: Tensor) -> Tensor:

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy_training import (
     FlowTraining,
-    decode_pictures,
     make_latents,
     make_tokenizer,
-    sample,
+    sample_sd3,
     save,
     sd3_velocity,
     small_clip,
@@ -129,7 +128,7 @@ def train_flow(
             group["lr"] = args.lr * min(1.0, (step + 1) / 100) * max(1 - 0.95 * share, 0.05)
         pick = torch.randint(len(latents), (args.batch,), generator=generator)
         dropped = torch.rand(args.batch, generator=generator) < 0.1
-        text, pooled = encode_text(pipe, ids[pick.masked_fill(dropped, len(prompts))])
+        text = encode_text(pipe, ids[pick.masked_fill(dropped, len(prompts))])
         data, noise = latents[pick], torch.randn(latents[pick].shape, generator=generator)
         sigma = (torch.randn(args.batch, generator=generator) + 0.3).sigmoid()
         level = sigma[:, None, None, None]
@@ -137,7 +136,7 @@ def train_flow(
         # backward pass of fused attention in bfloat16 is slow there: use plain attention.
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             x = (1 - level) * data + level * noise
-            velocity = sd3_velocity(pipe.transformer, x, sigma, text, pooled)
+            velocity = sd3_velocity(pipe.transformer, text, x, sigma)
         training.descend(velocity.float(), noise - data, step)
         step += 1
         if step % 200 == 0:
@@ -178,16 +177,9 @@ def evaluate(
     rng = random.Random(3)
     prompts = [sample_label(rng, hidden=True).prompt for _ in range(number)]
     ids = pipe.tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
-    text, pooled = encode_text(pipe, ids)
     shape = (number, pipe.transformer.config.in_channels, 8, 16)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    pipe.scheduler.set_timesteps(num_steps)
-    x = sample(
-        lambda x, sigma: sd3_velocity(pipe.transformer, x, sigma, text, pooled),
-        x,
-        pipe.scheduler.sigmas,
-    )
-    media = decode_pictures(pipe.vae, x)
+    media = sample_sd3(pipe, x, encode_text(pipe, ids), num_steps)
     verifier = WordsVerifier()
     means = verifier.score(MediaBatch(media, prompts)).values.mean(0).tolist()
     return dict(zip(verifier.spec.dims, means, strict=True))
