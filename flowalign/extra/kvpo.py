@@ -17,16 +17,8 @@ from flowalign.functional.forward_process import group_log_softmax
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
 from flowalign.losses.matching.groups import GROUP_ADVANTAGE, require_groups_here
-from flowalign.types import (
-    ALONE,
-    Batch,
-    LossContext,
-    MatchingLoss,
-    NonNegativeFloat,
-    PositiveFloat,
-    Range,
-)
-from flowalign.types.losses import Loss
+from flowalign.types import Batch, NonNegativeFloat, PositiveFloat, Range
+from flowalign.types.losses import ALONE, Loss, LossContext, MatchingLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,8 @@ from flowalign.functional.preference_loss import (
 )
 from flowalign.functional.resizing import focus_weights
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
-from flowalign.types import (
-    ALONE,
-    Batch,
-    LossContext,
-    MatchingLoss,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-)
-from flowalign.types.losses import Loss
+from flowalign.types import Batch, NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from flowalign.types.losses import ALONE, Loss, LossContext, MatchingLoss
 
 
 @dataclass(frozen=True, kw_only=True)
