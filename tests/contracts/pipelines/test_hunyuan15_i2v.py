@@ -13,11 +13,10 @@ from pipelines.parts.encoding import crop_reference
 from tests.fixtures.families import noise, requests_for
 from tests.fixtures.policy_contract import ClipContract
 from tests.fixtures.tiny_families import family_fixture
-from tests.fixtures.tiny_hunyuan15 import build_hunyuan15
+from tests.fixtures.tiny_hunyuan15 import FAMILY, PROMPTS, build_hunyuan15
 from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
-PROMPTS = ("a red ball rolls", 'a sign that says "hi"')
 
 
 class TestHunyuanVideo15I2V(ClipContract):
@@ -54,13 +53,7 @@ family = family_fixture(
     partial(of_clips, HunyuanVideo15I2V),
     official_i2v,
     {"num_layers": 3},
-    prompts=PROMPTS,
-    query="attn.to_q",
-    cases=[{"guidance": 1.0}, {"guidance": 6.0}],
-    unreached={"transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"},
-    frames=[(4, 3, 5)],
-    comfyui=False,
-    guided={"guidance": 3.0},
+    **FAMILY,
 )
 
 
