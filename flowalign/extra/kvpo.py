@@ -5,7 +5,6 @@ autoregressive video model. Here it consists of the samples of a request, so we 
 of the policy with the paper.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,13 +15,13 @@ from typing_extensions import override
 from flowalign.functional.forward_process import group_log_softmax
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
-from flowalign.losses.matching.groups import GROUP_ADVANTAGE, require_groups_here
+from flowalign.losses.matching.groups import GroupAdvantageLoss, require_groups_here
 from flowalign.types import Batch, NonNegativeFloat, PositiveFloat, Range
-from flowalign.types.losses import ALONE, Loss, LossContext, MatchingLoss
+from flowalign.types.losses import ALONE, Loss, LossContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVPO(MatchingLoss):
+class KVPO(GroupAdvantageLoss):
     """Mean of -weight * min(r A, clip(r) A) over rows, r = pi / pi_old, plus G kl KL(pi, pi_ref).
 
     pi is the softmax of -scale * l over a group of G, with l the error of x0. It is the relative
@@ -40,12 +39,6 @@ class KVPO(MatchingLoss):
     kl: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference's softmax. 0: none. The released code uses 10,
     with reference weights that we could not determine."""
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return advantages, groups, the old policy and, for the KL, the reference."""
-        return GROUP_ADVANTAGE | ({"reference"} if self.kl else set())
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:

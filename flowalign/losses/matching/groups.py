@@ -27,9 +27,6 @@ from flowalign.functional.preference_loss import sigmoid_link
 from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
 from flowalign.types.losses import Loss
 
-GROUP_ADVANTAGE = frozenset({"advantage", "group", "old"})
-"""Columns of losses that weight the samples of whole groups by advantages."""
-
 
 def gather_groups(
     batch: Batch, context: LossContext, *values: Float[Tensor, "n"]
@@ -58,6 +55,19 @@ def require_groups_here(batch: Batch, context: LossContext, loss: str) -> Bool[T
             "split between processes: give every process whole groups"
         )
     return here
+
+
+class GroupAdvantageLoss(MatchingLoss):
+    """Loss that weights the samples of whole groups by advantages, relative to the old policy."""
+
+    kl: NonNegativeFloat
+    """Weight of the divergence from the reference. 0: none."""
+
+    @property
+    @override
+    def needs(self) -> Set[str]:
+        """Return advantages, groups, the old policy and, for the KL, the reference."""
+        return {"advantage", "group", "old"} | ({"reference"} if self.kl else set())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +147,7 @@ class DGPO(MatchingLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CRD(MatchingLoss):
+class CRD(GroupAdvantageLoss):
     """Mean of weight * (advantage_max * crd + KL to the reference) over rows.
 
     Published settings: `recipe.old` has decay start 0.25 and slope 0.005 up to 0.999. The samples
@@ -175,12 +185,6 @@ class CRD(MatchingLoss):
             raise ValueError(
                 f"kl is {self.kl} and least_kl {self.least_kl}; need least_kl <= kl, or kl 0"
             )
-
-    @property
-    @override
-    def needs(self) -> Set[str]:
-        """Return advantages, groups, the old policy and, for the KL, the reference."""
-        return GROUP_ADVANTAGE | ({"reference"} if self.kl else set())
 
     @override
     def loss(self, batch: Batch, context: LossContext = ALONE) -> Loss:
