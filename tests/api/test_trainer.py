@@ -15,7 +15,6 @@ from flowalign.api.notebook import notebook_callbacks
 from flowalign.api.objects import share_rewards
 from flowalign.rewards.checked import RewardError
 from flowalign.training.learner import TrainingFailure
-from tests.fixtures.matrix import golden
 from tests.fixtures.scripts import (
     EVALUATED,
     PROMPTS,
@@ -24,7 +23,6 @@ from tests.fixtures.scripts import (
     adapter,
     assert_no_shell,
     new_trainer,
-    open_pipe,
     open_sd3,
     redness,
 )
@@ -52,6 +50,20 @@ def encode_once(pipe):
     return pipe
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A pipeline of all tests that leave it as it was."""
+    return encode_once(open_sd3(tmp_path_factory.mktemp("shared")))
+
+
+@pytest.fixture
+def unchanged(shared):
+    """The shared pipeline; the test fails if it changes."""
+    before = describe(shared)
+    yield shared
+    assert describe(shared) == before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_failure_leaves_the_pipeline_as_it_was(dtype, tmp_path):
     pipe = encode_once(open_sd3(tmp_path, torch_dtype=dtype))
@@ -65,25 +77,24 @@ def test_a_failure_leaves_the_pipeline_as_it_was(dtype, tmp_path):
     assert describe(pipe) == before
 
 
-def test_a_script_is_told_what_would_save_memory(tmp_path, monkeypatch):
+def test_a_script_is_told_what_would_save_memory(unchanged, tmp_path, monkeypatch):
     def backward(self, loss):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr("flowalign.training.learner.Learner.backward", backward)
-    pipe = encode_once(open_sd3(tmp_path))
-    before = describe(pipe)
     with pytest.raises(TrainingFailure, match="for activations") as failed:
-        new_trainer(pipe, tmp_path).train()
+        new_trainer(unchanged, tmp_path).train()
     assert "\ntry: " in str(failed.value)
     assert "--" not in str(failed.value)
-    assert describe(pipe) == before
 
 
-def test_success_adds_an_adapter_and_changes_nothing_else(tmp_path):
+def test_success_adds_one_adapter_and_changes_nothing_else(tmp_path):
     pipe = encode_once(open_sd3(tmp_path))
     before = describe(pipe)
     new_trainer(pipe, tmp_path).train()
     assert adapter(pipe)
+    with pytest.raises(ValueError, match="already has an adapter called 'default'"):
+        new_trainer(pipe, tmp_path, overwrite=True)
     pipe.transformer.unload_lora()
     assert describe(pipe) == before
 
@@ -111,16 +122,6 @@ def test_a_run_with_fewer_updates_than_an_average_needs_returns_its_weights(tmp_
     assert any(one.abs().max() > 0 for n, one in adapter(result.pipe).items() if "lora_B" in n)
 
 
-def test_a_second_run_in_one_process_gets_its_own_folder(tmp_path, monkeypatch):
-    folder = golden(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    names = [
-        str(flowalign.align(open_pipe(folder), redness, PROMPTS, **SMALL, **SIZE).output_dir)
-        for _ in range(2)
-    ]
-    assert names == ["runs/flow_grpo", "runs/flow_grpo-2"]
-
-
 def test_a_notebook_shows_the_samples_of_evaluations(monkeypatch):
     shown = []
     shell, display = SimpleNamespace(kernel=1), SimpleNamespace(display=shown.append)
@@ -136,16 +137,13 @@ def test_a_notebook_shows_the_samples_of_evaluations(monkeypatch):
     assert notebook_callbacks() == []
 
 
-def test_steps_can_be_iterated_and_left(tmp_path):
-    pipe = encode_once(open_sd3(tmp_path))
-    before = describe(pipe)
-    trainer = new_trainer(pipe, tmp_path)
+def test_steps_can_be_iterated_and_left(unchanged, tmp_path):
+    trainer = new_trainer(unchanged, tmp_path)
     with pytest.raises(ValueError, match="eval_prompts is not given"):
         trainer.evaluate()
     steps = iter(trainer)
     assert "reward/redness" in next(steps)
     steps.close()
-    assert describe(pipe) == before
 
 
 def test_an_evaluation_between_steps_measures_the_current_weights(tmp_path):
@@ -200,47 +198,41 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_refused_before_the_pipeline_changes(name, tmp_path):
+def test_wrong_arguments_are_refused_before_the_pipeline_changes(name, unchanged, tmp_path):
     changes, message = WRONG[name]
-    pipe = encode_once(open_sd3(tmp_path))
-    before = describe(pipe)
     given = SMALL | SIZE | {"output_dir": str(tmp_path / "run")} | changes
     rewards, prompts = given.pop("rewards", redness), given.pop("prompts", PROMPTS)
     given = {key: value for key, value in given.items() if value is not None}
     with pytest.raises(ValueError, match=message) as error:
-        flowalign.Trainer(pipe, rewards, prompts, **given)
+        flowalign.Trainer(unchanged, rewards, prompts, **given)
     assert len(str(error.value).splitlines()) <= 5
     assert_no_shell(str(error.value))
-    assert describe(pipe) == before
 
 
 def test_an_earlier_run_is_continued_or_replaced_by_arguments(tmp_path, capsys):
     def train(name, **changes):
         return new_trainer(open_sd3(tmp_path / name), tmp_path, **changes).train()
 
-    train("first")
+    train("first", num_steps=1)
     assert "│ smallest GPU " in capsys.readouterr().out  # the short plan, as in the shell
     with pytest.raises(ValueError, match="Add resume=True to continue it, overwrite=True") as error:
         train("again")
     assert_no_shell(str(error.value))
-    train("continued", num_steps=3, resume=True)
+    train("continued", num_steps=2, resume=True)
     first, newest = sorted((tmp_path / "run/checkpoints").iterdir())
     file = newest / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"to resume from it: resume='{first}'") as error:
-        train("damaged", num_steps=4, resume=True)
+        train("damaged", num_steps=3, resume=True)
     assert_no_shell(str(error.value))
-    assert train("older", num_steps=4, resume=str(first)).summary["steps"] == 4
+    assert train("older", num_steps=3, resume=str(first)).summary["steps"] == 3
 
 
-def test_a_reward_with_a_wrong_number_of_scores_ends_the_run_before_an_update(tmp_path):
-    pipe = encode_once(open_sd3(tmp_path))
-    before = describe(pipe)
+def test_a_reward_with_a_wrong_number_of_scores_ends_the_run_before_an_update(unchanged, tmp_path):
     message = r"reward 'few'.* returned 1 scores for 4 samples; it must return a list"
     with pytest.raises(RewardError, match=message) as error:
-        new_trainer(pipe, tmp_path, {"few": lambda images: [1.0]}).train()
+        new_trainer(unchanged, tmp_path, {"few": lambda images: [1.0]}).train()
     assert len(str(error.value).splitlines()) <= 5
-    assert describe(pipe) == before
     assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
@@ -252,13 +244,6 @@ def test_a_reward_that_cannot_be_called_is_refused():
 def test_an_unknown_argument_names_a_similar_one(tmp_path):
     with pytest.raises(TypeError, match="did you mean 'learning_rate'"):
         flowalign.Trainer(None, redness, PROMPTS, learing_rate=1.0)
-
-
-def test_two_adapters_with_one_name_are_refused(tmp_path):
-    pipe = open_sd3(tmp_path)
-    new_trainer(pipe, tmp_path).train()
-    with pytest.raises(ValueError, match="already has an adapter called 'default'"):
-        new_trainer(pipe, tmp_path, overwrite=True)
 
 
 def test_a_pipeline_without_a_policy_names_any_flow(tmp_path):
