@@ -15,6 +15,7 @@ import pytest
 
 from flowalign.training import checkpoint
 from tests.fixtures.stopped_runs import (
+    PIXELS,
     assert_same_run,
     finish,
     start,
@@ -39,11 +40,11 @@ LONG = (
     *("--evaluation.num_steps", 2),
     *("--evaluation.prompts", '{"held": "assets/shapes/prompts/train.txt"}'),
 )
-PATIENT = (
-    "--rewards",
-    '[{"class_path": "tests.fixtures.stopped_runs.PatientReward", "weight": 1.0}]',
-)
-ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
+
+
+def begin(folder: Path, *options: object) -> subprocess.Popen:
+    """Start a run on pixels that saves after its last step, or when it is stopped."""
+    return start(folder, "--checkpoints.every", 100, *options, run=PIXELS)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def straight(tmp_path_factory) -> Callable[[int], Path]:
 
     def run(processes: int) -> Path:
         if processes not in done:
-            train_here(root / str(processes), *LONG, "--processes", processes)
+            train_here(root / str(processes), *LONG, "--processes", processes, run=PIXELS)
             done.add(processes)
         return root / str(processes)
 
@@ -83,7 +84,7 @@ def stopped_at(folder: Path, code: int, output: str) -> int:
     told = summary(folder)
     assert told["status"] == "interrupted"
     assert told["stopped_by"] == signal.Signals(code - 128).name
-    assert 1 <= told["steps"] < 8
+    assert 1 <= told["steps"] < PIXELS["num_steps"]
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest.name == f"step-{told['steps']:06d}"
     checkpoint.check_complete(newest)
@@ -96,7 +97,7 @@ def stopped_at(folder: Path, code: int, output: str) -> int:
 )
 def test_a_stop_saves_after_the_step_in_progress_and_exits_as_shells_expect(tmp_path, number, code):
     folder = tmp_path / "run"
-    process = start(folder, "--checkpoints.every", 100)
+    process = begin(folder)
     wait_for_steps(folder, 1, process)
     process.send_signal(number)
     stopped_at(folder, code, finish(process, code))
@@ -105,7 +106,7 @@ def test_a_stop_saves_after_the_step_in_progress_and_exits_as_shells_expect(tmp_
 def test_ctrl_c_prints_the_command_that_continues_with_the_same_processes(tmp_path):
     """The newcomer on a cluster copies the printed command."""
     folder = tmp_path / "run"
-    process = start(folder, "--checkpoints.every", 100, "--processes", 2)
+    process = begin(folder, "--processes", 2)
     wait_for_steps(folder, 1, process)
     for pid in (process.pid, *workers(process)):  # a terminal sends it to all of them
         os.kill(pid, signal.SIGINT)
@@ -122,61 +123,58 @@ def test_ctrl_c_prints_the_command_that_continues_with_the_same_processes(tmp_pa
 
 
 def test_a_run_that_failed_in_its_first_step_is_repeated_as_it_was(tmp_path, capsys):
-    broken = ("--rewards", '[{"class_path": "tests.fixtures.stopped_runs.Broken", "weight": 1.0}]')
-    train_here(tmp_path / "run", *broken, code=1)
+    broken = (
+        "--rewards",
+        '[{"class_path": "tests.fixtures.stopped_runs.Broken", "weight": {"redness": 1}}]',
+    )
+    train_here(tmp_path / "run", *broken, code=1, run=PIXELS)
     assert (tmp_path / "run/failure.txt").exists()
     (tmp_path / "run/left.txt").touch()
-    train_here(tmp_path / "run")
-    assert summary(tmp_path / "run")["steps"] == 8
+    train_here(tmp_path / "run", "--num_steps", 1, run=PIXELS)
+    assert summary(tmp_path / "run")["steps"] == 1
     assert not (tmp_path / "run/failure.txt").exists()
     assert not (tmp_path / "run/left.txt").exists()
-    train_here(tmp_path / "run", code=2)
+    train_here(tmp_path / "run", code=2, run=PIXELS)
     assert "already holds a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["launcher", "worker"])
-def test_sigterm_to_any_process_stops_all_after_the_same_step(tmp_path, target):
+@pytest.mark.parametrize(
+    ("target", "number", "code"),
+    [
+        ("launcher", signal.SIGTERM, 143),
+        ("worker", signal.SIGTERM, 143),
+        ("launcher", signal.SIGUSR1, 138),  # of sbatch
+    ],
+)
+def test_a_signal_to_any_process_stops_all_after_the_same_step(tmp_path, target, number, code):
     folder = tmp_path / "run"
-    process = start(folder, "--checkpoints.every", 100, "--processes", 2)
+    process = begin(folder, "--processes", 2)
     wait_for_steps(folder, 1, process)
-    os.kill(process.pid if target == "launcher" else workers(process)[-1], signal.SIGTERM)
-    output = finish(process, 143)
-    assert stopped_at(folder, 143, output) == steps_logged(folder)
+    os.kill(process.pid if target == "launcher" else workers(process)[-1], number)
+    output = finish(process, code)
+    assert stopped_at(folder, code, output) == steps_logged(folder)
     assert "Traceback" not in output
-
-
-def test_a_signal_of_sbatch_to_the_launcher_saves(tmp_path):
-    folder = tmp_path / "run"
-    process = start(folder, "--checkpoints.every", 100, "--processes", 2)
-    wait_for_steps(folder, 1, process)
-    process.send_signal(signal.SIGUSR1)
-    stopped_at(folder, 138, finish(process, 138))
-
-
-def test_resuming_without_a_run_begins_one(tmp_path):
-    train_here(tmp_path / "run", "--num_steps", 1, "--resume")
-    assert summary(tmp_path / "run")["steps"] == 1
 
 
 def test_sigterm_sent_twice_by_launcher_and_scheduler_still_saves(tmp_path):
     folder = tmp_path / "run"
-    process = start(folder, "--checkpoints.every", 100)
+    process = begin(folder)
     wait_for_steps(folder, 1, process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     stopped_at(folder, 143, finish(process, 143))
 
 
-@ONE_OR_TWO
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_run_in_the_same_directory_is_refused_by_the_name_of_the_first(
     tmp_path, processes, capsys
 ):
     folder = tmp_path / "run"
-    first = start(folder, *PATIENT, "--num_steps", 1000, "--processes", processes)
+    first = start(folder, "--num_steps", 1000, "--processes", processes, run=PIXELS)
     wait_for(folder / "checkpoints" / "step-000001", first)
     settings = (folder / "config.yaml").read_bytes()
     for option in ("--resume", "--overwrite"):
-        train_here(folder, option, code=2)
+        train_here(folder, option, code=2, run=PIXELS)
         named = re.search(r"is in use by process (\d+) on \S+ since ", capsys.readouterr().err)
         assert int(named[1]) in workers(first)
     assert (folder / "config.yaml").read_bytes() == settings
@@ -187,7 +185,7 @@ def test_a_second_run_in_the_same_directory_is_refused_by_the_name_of_the_first(
 
 def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(tmp_path, capsys):
     folder = tmp_path / "run"
-    train_here(folder, "--num_steps", 2)
+    train_here(folder, "--num_steps", 2, "--resume")  # without a run this begins one
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     train_here(folder, "--resume", "--policy.lora.rank", 4, code=2)
     assert "policy.lora.rank: 2 -> 4" in capsys.readouterr().err
@@ -218,7 +216,7 @@ def test_stops_at_random_moments_leave_no_trace(tmp_path, straight, number, proc
             print(f"{where}: exit code {code}")  # noqa: T201
             left -= code != 0
         if code:
-            train_here(folder, *options, *_how(folder))
+            train_here(folder, *options, *_how(folder), run=PIXELS)
         assert_same_run(expected, folder, STEPS)
         assert summary(folder)["after"].keys() == summary(expected)["after"].keys()
 
@@ -232,7 +230,7 @@ def _stopped(
 ) -> tuple[int, str]:
     """Start or resume a run and stop it at a random moment; its exit code, and when that was."""
     before = steps_logged(folder)
-    process = start(folder, *options, *_how(folder))
+    process = start(folder, *options, *_how(folder), run=PIXELS)
     if draw.random() < 0.25:  # while it starts, or whenever that is on this machine
         time.sleep(draw.uniform(0, 3))
     else:
