@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("part", sorted(gpu_parts.PARTS.keys() - {"tests", "ratio_fp16"}))
 def test_every_part_gives_figures_on_tiny_networks(part, folder, monkeypatch):
     """Blocks are traced as on a GPU, but no C++ is compiled, which takes most of a minute."""
-    traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    traced = partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
     found = dict(gpu_parts.PARTS[part](gpu_sizes.SMALL, folder))
     assert found
