@@ -176,6 +176,7 @@ def test_two_methods_and_two_seeds_are_run_compared_and_resumed(write, tmp_path,
         assert 0 <= begun.pop("seconds") < 0.5
         assert set(begun.values()) == {0.0}
         assert row.costs["seconds"] > 0
+    assert_costs_end_at_the_summary(tmp_path / "out" / "plain" / "seed1")
     (tmp_path / "out" / "fast" / "seed1" / "summary.json").unlink()
     here.clear()
     second = compare(asked, quiet)
@@ -186,9 +187,8 @@ def test_two_methods_and_two_seeds_are_run_compared_and_resumed(write, tmp_path,
     assert here == []
 
 
-def test_costs_of_a_run_stand_in_every_row_and_end_at_the_summary(write, tmp_path, here):
-    compare(request(write("plain"), out=tmp_path / "out", seeds=[3]), quiet)
-    folder = tmp_path / "out" / "plain" / "seed3"
+def assert_costs_end_at_the_summary(folder: Path) -> None:
+    """Every row has the costs of a run up to there."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     for name in ("reward_calls", "decodes", "network_evaluations", "seconds"):
