@@ -2,27 +2,21 @@
 
 import csv
 import re
-from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from flowalign.runs import combinations as library
 from flowalign.runs.combinations import combination, combinations
-from flowalign.runs.run_files import Label, ShippedRun, read_recipe, recipes
+from flowalign.runs.run_files import Label, read_recipe, recipes
 from tests.fixtures.commands import exit_code
+from tests.fixtures.run_files import keep_methods, shipped
 
 RUN_FILES = sorted(
     file
     for file in Path("configs").rglob("*.yaml")
     if file.parts[1] not in ("rewards", "benchmarks")
 )
-
-
-@cache
-def named() -> dict[str, ShippedRun]:
-    return {one.name: one for one in recipes()}
 
 
 def told(capsys, *words: str) -> tuple[object, str, str]:
@@ -32,7 +26,7 @@ def told(capsys, *words: str) -> tuple[object, str, str]:
 
 def test_every_run_file_has_a_label_and_says_what_it_is():
     for file in RUN_FILES:
-        recipe = named()[file.relative_to("configs").with_suffix("").as_posix()]
+        recipe = shipped()[file.relative_to("configs").with_suffix("").as_posix()]
         assert recipe.label in get_args(Label), file
         assert len(recipe.about) > 10, file
         assert not recipe.about.startswith("["), file
@@ -55,7 +49,7 @@ def test_methods_and_models_that_trained_in_the_matrix_are_labelled_so():
     columns = zip(*(row[1:] for row in rows), strict=True)
     states = {f"models/{a}": set(one) for a, one in zip(header[1:], columns, strict=True)}
     states |= {f"methods/{row[0]}": set(row[1:]) for row in rows}
-    labels = {name: named()[name].label for name in states}
+    labels = {name: shipped()[name].label for name in states}
     expected = {
         name: "step tested" if "trained" in found else "checked only"
         for name, found in states.items()
@@ -80,7 +74,7 @@ def test_the_list_has_label_source_and_what_it_is(capsys):
     assert first.startswith("shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on Shapes, the ")
     assert "shapes_edit " in out
     assert "arXiv:2508.04324" in out
-    assert named()["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
+    assert shipped()["credit/toy_shapes/mixgrpo"].papers[0] == "2507.21802v7"
     assert len(lines) == int(lines[-1].split()[0]) + 1  # a line per file
 
 
@@ -121,19 +115,12 @@ def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
     assert len(said.splitlines()) <= 5
 
 
-def keep_methods(monkeypatch, *methods: str) -> None:
-    """Hide the other methods: to load all of them takes ten seconds."""
-    names = {f"methods/{name}" for name in methods}
-    kept = [one for one in named().values() if one.name in names or "methods/" not in one.name]
-    monkeypatch.setattr(library, "recipes", lambda: kept)
-
-
 @pytest.mark.slow
 def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch):
     """Methods ask for guidance abstractly, so a network with guidance as an input takes them."""
     both = "flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo", "nft_distilled"
     keep_methods(monkeypatch, *both, "nft", "awm", "refl", "cpo", "vader")
-    found = {one.name: one for one in combinations(named()["models/flux2_dev"])}
+    found = {one.name: one for one in combinations(shipped()["models/flux2_dev"])}
     behind = {name.partition(" methods/")[2] for name in found} - {""}
     assert {*both} <= behind
     assert {"nft", "awm", "refl"} <= behind
@@ -141,22 +128,22 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there(monkeypatch)
     dense = found["models/flux2_dev methods/dense_grpo"]
     assert (dense.label, dense.papers[0]) == ("step tested", "2601.20218v2")
     assert "2505.05470v5" in dense.papers
-    assert dense.about == named()["methods/dense_grpo"].about
+    assert dense.about == shipped()["methods/dense_grpo"].about
 
 
 @pytest.mark.slow
 def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_trains_on():
-    edits = combination(named()["models/flux1_kontext"], "nft_distilled", named())
+    edits = combination(shipped()["models/flux1_kontext"], "nft_distilled", shipped())
     assert edits is not None
     assert edits.name == "models/flux1_kontext methods/nft_distilled tasks/edits"
-    assert edits.about == named()["methods/nft_distilled"].about
-    frames = combination(named()["models/ltx_video_i2v"], "nft", named())
+    assert edits.about == shipped()["methods/nft_distilled"].about
+    frames = combination(shipped()["models/ltx_video_i2v"], "nft", shipped())
     assert frames is not None
     assert frames.name == "models/ltx_video_i2v methods/nft tasks/first_frames"
-    plain = combination(named()["models/flux1_dev"], "nft_distilled", named())
+    plain = combination(shipped()["models/flux1_dev"], "nft_distilled", shipped())
     assert plain is not None
     assert plain.name == "models/flux1_dev methods/nft_distilled"
-    distilled = combination(named()["models/flux1_dev"], "nft", named())
+    distilled = combination(shipped()["models/flux1_dev"], "nft", shipped())
     assert distilled is not None
     assert distilled.name == "models/flux1_dev methods/nft"
 

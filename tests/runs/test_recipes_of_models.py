@@ -11,7 +11,7 @@ import torch
 from flowalign.runs.combinations import combination
 from flowalign.runs.config import load
 from flowalign.runs.planning import plan
-from flowalign.runs.run_files import ShippedRun, recipes
+from flowalign.runs.run_files import ShippedRun
 from flowalign.types import ModelPlan, Setup, with_setup
 from pipelines.families.sd3 import SD3
 from pipelines.parts.recorded_plans import describe, identify, read_records, restore
@@ -19,9 +19,8 @@ from pipelines.policy import compute_plan
 from tests.fixtures.draw import content_hash
 from tests.fixtures.matrix import write_workspace
 from tests.fixtures.offline import block_sockets
-from tests.fixtures.run_files import CONFIGS
+from tests.fixtures.run_files import CONFIGS, shipped
 
-KNOWN = {one.name: one for one in recipes()}
 KINDS = {
     "policy gradient": ("flow_grpo",),
     "forward process": ("nft", "nft_distilled"),
@@ -34,7 +33,7 @@ KIND_OF = dict(zip(MODELS, islice(cycle(KINDS), content_hash() % len(KINDS), Non
 
 
 def run_of(model: str, kind: str) -> ShippedRun:
-    found = [combination(KNOWN[f"models/{model}"], method, KNOWN) for method in KINDS[kind]]
+    found = [combination(shipped()[f"models/{model}"], method, shipped()) for method in KINDS[kind]]
     return next(one for one in found if one is not None)
 
 
