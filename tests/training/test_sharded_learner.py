@@ -39,7 +39,7 @@ def losses(learner, groups):
 
 
 def outcome(learner, norms):
-    """Parameters, averages and moments in whole, and what reference and average say."""
+    """Whole parameters, averages and moments, two velocities, norms, and the size of a process."""
     moments = [learner.optimizer.state[p]["exp_avg_sq"] for p in learner.parameters]
     reference = learner.reference.velocity(*batch(learner.policy, 1))
     slow = learner.fields["slow"].velocity(*batch(learner.policy, 1))
@@ -48,7 +48,10 @@ def outcome(learner, norms):
         [gather_whole(t.detach()).clone() for t in ts]
         for ts in (learner.parameters, average, moments)
     ]
-    return gathered, reference, slow, norms
+    is_sharded = all(isinstance(p, DTensor) for p in learner.parameters)
+    assert is_sharded == learner.is_sharded == (learner.processes.world > 1)
+    held = sum(p.to_local().numel() if is_sharded else p.numel() for p in learner.parameters)
+    return gathered, reference, slow, norms, held
 
 
 def shared(policy, processes):
@@ -73,50 +76,44 @@ def trained(processes, checkpointing):
         return outcome(learner, norms)
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    return on_ranks(_trained_both, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def _trained_both(processes):
+    return [trained(processes, checkpointing) for checkpointing in (False, True)]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_processes_that_share_all_weights_make_the_updates_of_one(tmp_path, checkpointing):
-    values, reference, slow, norms = trained(ALONE, checkpointing)
+def test_two_processes_that_share_all_weights_make_the_updates_of_one(on_two, checkpointing):
+    values, reference, slow, norms, total = trained(ALONE, checkpointing)
     assert norms[0] > CFG.max_grad_norm, "nothing is clipped"
     assert float((slow - reference).abs().max()) > 1e-4, "the average has not moved"
-    for found, seen, averaged, lengths in on_ranks(trained, 2, tmp_path, checkpointing):
+    for found, seen, averaged, lengths, held in (runs[checkpointing] for runs in on_two):
         assert torch.equal(seen, reference)
         torch.testing.assert_close(averaged, slow, atol=1e-5, rtol=0)
         assert lengths == pytest.approx(norms, rel=1e-5)
+        assert held < 0.6 * total, "a process holds more than about half of the parameters"
         for ours, theirs in zip(found, values, strict=True):
             for own, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(own, other, atol=1e-6, rtol=0)
-
-
-def _held(processes):
-    policy = new_sd3(lora=None)
-    Shards(processes, 2).add_all(policy.network.modules())
-    learner = Learner.__new__(Learner)
-    learner.policy, learner.parameters = policy, list(policy.denoiser.parameters())
-    assert all(isinstance(p, DTensor) for p in learner.parameters)
-    return sum(p.to_local().numel() for p in learner.parameters), learner.is_sharded
-
-
-def test_each_process_holds_about_half_of_the_trained_parameters(tmp_path):
-    total = sum(p.numel() for p in new_sd3(lora=None).denoiser.parameters())
-    held = on_ranks(_held, 2, tmp_path)
-    assert sum(count for count, _ in held) == total
-    assert max(count for count, _ in held) < 0.6 * total
-    assert all(sharded for _, sharded in held)
+    assert sum(runs[checkpointing][-1] for runs in on_two) == total
 
 
 def _peak(processes):
-    """Bytes that three updates with an average and a reference take, of a larger network."""
+    """Bytes that two updates with an average and a reference take, of a larger network."""
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back at once
     torch.manual_seed(0)
     policy, before = new_sd3(lora=None), _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    sizes = {"num_layers": 8, "num_attention_heads": 6, "attention_head_dim": 64}
-    config = {**policy.denoiser.config, **sizes, "caption_projection_dim": 384}
+    sizes = {"num_layers": 8, "num_attention_heads": 5, "attention_head_dim": 64}
+    config = {**policy.denoiser.config, **sizes, "caption_projection_dim": 320}
     policy.denoiser = type(policy.denoiser).from_config(config).requires_grad_(True)
     policy.pipe.transformer = policy.denoiser
     shared(policy, processes)
     learner = Learner(policy, CFG, processes, 100, (0.5, 1))
-    for _ in range(3):
+    for _ in range(2):
         with torch.no_grad():
             learner.reference.velocity(*batch(policy, 1))
         losses(learner, ((1,),))
