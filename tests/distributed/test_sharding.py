@@ -16,6 +16,7 @@ from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.ranks import join_ranks, on_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
+VARIANTS = ({}, {"gradient_checkpointing": True}, {"guidance": 2.0})
 
 
 def moved_sd3(**changes):
@@ -50,6 +51,25 @@ def gradient(policy, seeds=(1,)):
     return found
 
 
+def _work_of_two(processes):
+    equal = [_equal_work(processes, changes) for changes in VARIANTS]
+    return equal, _unequal_work(processes), _disagreeing(processes)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return on_ranks(_work_of_two, 2, tmp_path_factory.mktemp("two"))
+
+
+def _work_of_four(processes):
+    return _take_turns(processes), _unequal_work(processes)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return on_ranks(_work_of_four, 4, tmp_path_factory.mktemp("four"))
+
+
 def _equal_work(processes, changes):
     policy = sharded_sd3(processes, **changes)
     held = sum(p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor))
@@ -60,13 +80,13 @@ def _equal_work(processes, changes):
     return *made, held, again
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"guidance": 2.0}])
-def test_sharded_weights_compute_what_whole_ones_compute(tmp_path, changes):
-    whole = moved_sd3(**changes)
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_sharded_weights_compute_what_whole_ones_compute(two, variant):
+    whole = moved_sd3(**VARIANTS[variant])
     frozen = sum(p.numel() for p in whole.denoiser.parameters() if not p.requires_grad)
     expected = velocities(whole), gradient(whole)
     assert not torch.equal(*expected[0]), "the adapter does nothing"
-    ranks = on_ranks(_equal_work, 2, tmp_path, changes)
+    ranks = [equal[variant] for equal, _, _ in two]
     for found, grads, held, again in ranks:
         assert all(map(torch.equal, found, expected[0]))
         assert grads.keys() == expected[1].keys()
@@ -76,9 +96,9 @@ def test_sharded_weights_compute_what_whole_ones_compute(tmp_path, changes):
     assert max(held for _, _, held, _ in ranks) < 0.6 * frozen
 
 
-def _unequal_work(processes, degree):
+def _unequal_work(processes):
     """Rank r computes, waits, and goes through a backward pass in its own order."""
-    policy = sharded_sd3(processes, degree)
+    policy = sharded_sd3(processes, degree=2)
     made = []
     for _ in range(processes.rank):
         made.append(velocities(policy)[0])
@@ -99,15 +119,15 @@ def _unequal_work(processes, degree):
     return made, counts, total, processes.max_rank_difference([torch.nn.Parameter(kept.detach())])
 
 
-@pytest.mark.parametrize(("world", "degree"), [(2, None), (4, 2)])
-def test_ranks_with_unequal_work_do_not_wait_forever_and_compute_the_same(tmp_path, world, degree):
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_ranks_with_unequal_work_do_not_wait_forever_and_compute_the_same(ranks, request):
     """Four ranks share two copies, as two machines would."""
-    whole = moved_sd3()
+    whole, results = moved_sd3(), request.getfixturevalue(ranks)
+    world = len(results)
     velocity, reference = velocities(whole)
-    one, two = gradient(whole), gradient(whole, seeds=(1, 2))
-    ranks = on_ranks(_unequal_work, world, tmp_path, degree)
-    for rank, (made, counts, total, difference) in enumerate(ranks):
-        expected = [velocity] * rank + [two, one] * (rank % 2 == 0) + [reference] * (rank > 0)
+    one, both = gradient(whole), gradient(whole, seeds=(1, 2))
+    for rank, (_, (made, counts, total, difference), *_) in enumerate(results):
+        expected = [velocity] * rank + [both, one] * (rank % 2 == 0) + [reference] * (rank > 0)
         expected += [one, gradient(whole, seeds=(2, 1))] * (rank == world - 1)
         assert len(made) == len(expected)
         for ours, theirs in zip(made, expected, strict=True):
@@ -124,8 +144,8 @@ def _disagreeing(processes):
         return str(error)
 
 
-def test_ranks_in_different_calls_are_told_instead_of_waiting(tmp_path):
-    told = on_ranks(_disagreeing, 2, tmp_path)
+def test_ranks_in_different_calls_are_told_instead_of_waiting(two):
+    told = [message for *_, message in two]
     assert told == ["ranks wait for each other in different calls: ['sum_by_name', 'barrier']"] * 2
 
 
@@ -160,9 +180,9 @@ def _take_turns(processes):
     return times
 
 
-def test_processes_of_a_machine_load_one_after_another(tmp_path):
+def test_processes_of_a_machine_load_one_after_another(four):
     """So one copy of a whole network is in main memory, whatever the number of processes."""
-    ranks = on_ranks(_take_turns, 4, tmp_path)
+    ranks = [times for times, _ in four]
     assert [len(times) for times in ranks] == [2] * 4
     for first, second in (ranks[:2], ranks[2:]):
         assert first[1] <= second[0]
