@@ -128,14 +128,9 @@ def _made(name, folder, processes):
     return work(processes, argument)
 
 
-def _on_two(names, folder):
-    """Run on the same two processes; a call combines the results of the two ranks."""
-    return results_of_two(_made, names, folder)
-
-
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
-    return _on_two([name for name in RUNS if name != IMAGES], tmp_path_factory.mktemp("ranks"))
+    return results_of_two(_made, RUNS, tmp_path_factory.mktemp("ranks"))
 
 
 def _assert_two_equal_one(on_two, name, tolerance=1e-6):
@@ -167,9 +162,9 @@ def test_two_processes_follow_the_reward_gradient_that_one_follows(name, on_two)
     _assert_two_equal_one(on_two, name)
 
 
-def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):
+def test_two_processes_train_a_lora_of_an_image_model_as_one_does(on_two):
     # Adam divides by the gradient's size: rounding of tiny ones grows to a share of the step.
-    _assert_two_equal_one(_on_two([IMAGES], tmp_path), IMAGES, tolerance=1e-5)
+    _assert_two_equal_one(on_two, IMAGES, tolerance=1e-5)
 
 
 def test_equal_seeds_make_equal_runs_and_other_seeds_others():
