@@ -115,11 +115,12 @@ def test_it_moves_the_weights_towards_the_reward(recipe):
 def test_dynamic_treerpo_raises_the_reward_of_the_toy_model(tmp_path):
     """A step cannot show a collapse. With a term that is gone, the reward fell from .45 to .13.
 
-    Sixteen of the file's 40 steps raise the mean of the last four by .14 to .27 over that of the
-    first two (five seeds). Band: at least .08.
+    Nine steps of half the denoising steps raise the mean of the last four by .03 to .09 over that
+    of the first two (three seeds). Band: at least .02.
     """
-    few = ["num_steps=16", "evaluation=null", f"output_dir={tmp_path / 'run'}"]
+    few = ["num_steps=9", "recipe.sampling.num_steps=5", "evaluation=null"]
+    few.append(f"output_dir={tmp_path / 'run'}")
     run, text = load(str(CONFIGS / "credit/toy_shapes/dynamic_treerpo.yaml"), few)
     assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
     reward = [row["reward_mean"] for row in read_metrics(tmp_path / "run")]
-    assert sum(reward[-4:]) / 4 > sum(reward[:2]) / 2 + 0.08
+    assert sum(reward[-4:]) / 4 > sum(reward[:2]) / 2 + 0.02
