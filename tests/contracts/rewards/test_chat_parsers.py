@@ -421,7 +421,7 @@ TEXTS = st.lists(WORDS | NUMBERS, max_size=14).map("".join)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TEXTS)
 def test_no_text_gives_a_number_outside_its_range_or_an_exception_of_another_kind(text):
     for number in reading(parse_scores, text, 0.0, 25.0) or ():

@@ -32,7 +32,7 @@ def scores(clip, prompt):
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])
 def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
-    prompts = moving_world.splits()[split][::2]
+    prompts = moving_world.splits()[split][:: 6 if split == "train" else 2]
     output = VERIFIER.score(MediaBatch(drawn(prompts), prompts))
     mean = dict(zip(DIMS, output.values.mean(0).tolist(), strict=True))
     assert output.valid.all()

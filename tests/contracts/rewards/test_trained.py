@@ -611,7 +611,7 @@ def test_every_adapter_gets_a_gradient(clip):
 def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
     """Real features tell flat objects from blurred ones on prompts never seen, beyond chance."""
     generator, verifier = torch.Generator().manual_seed(0), ShapesVerifier()
-    prompts = world.splits()["train"][::6][:90]
+    prompts = world.splits()["train"][::12][:44]
     rows = []
     for i, prompt in enumerate(prompts):
         pixels = torch.stack([world.render(prompt, generator) for _ in range(2)])
@@ -639,9 +639,9 @@ def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
         backbone=backbone,
         head={"class_path": "reward_models.Linear"},
         dimensions={"clean": {"loss": bradley_terry}},
-        test=0.25,
+        test=0.35,
     )
     run, config = load_run(str(file))
     found = train(run, config, quiet)["figures"]["test"]["clean"]
-    assert found["pairs"] >= 20
+    assert found["pairs"] >= 12
     assert found["accuracy"] > 0.5 + 3 * math.sqrt(0.25 / found["pairs"])
