@@ -66,20 +66,21 @@ def run(code: str, count: int = 2, restarts: int = 0) -> int:
             logging.disable(logging.NOTSET)
 
 
-def launcher(code: str, program: str = "") -> subprocess.Popen:
-    program = program or python()
-    command = [program, "-c", START + code]
+def launcher(code: str) -> subprocess.Popen:
+    command = [python(), "-c", START + code]
     launch = "import sys; from flowalign.distributed.elastic import *; "
     launch += f"sys.exit(run_together(Launch(2), {command!r}))"
-    return subprocess.Popen([program, "-c", launch], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([python(), "-c", launch], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_each_process_knows_its_place(tmp_path):
+def test_each_process_knows_its_place_and_only_the_user_reads_where_they_meet(tmp_path):
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-    place = f"Path({str(tmp_path)!r}, str(rank)).write_text"
-    assert run(f"{place}(' '.join(os.environ[n] for n in {names}))", 3) == 0
-    assert [(tmp_path / str(r)).read_text() for r in range(3)] == ["0 0 3 3", "1 1 3 3", "2 2 3 3"]
+    mode = "oct(Path(os.environ['FLOWALIGN_STORE']).parent.stat().st_mode & 0o777)"
+    note = f"Path({str(tmp_path)!r}, str(rank)).write_text"
+    assert run(f"{note}(' '.join([*(os.environ[n] for n in {names}), {mode}]))", 3) == 0
+    wanted = [f"{rank} {rank} 3 3 0o700" for rank in range(3)]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == wanted
 
 
 @pytest.mark.slow
@@ -101,8 +102,13 @@ def test_a_crash_is_told_by_one_traceback(capfd):
 
 
 @pytest.mark.slow
-def test_a_failure_ends_the_processes_that_would_wait_forever(capfd):
-    assert run(f"leave_failure(2, 'no\\n')\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
+def test_a_failure_ends_processes_that_would_wait_forever_and_leaves_no_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fail = "leave_failure(2, 'no\\n'); assert file.is_file()"
+    assert run(f"{fail}\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -118,13 +124,6 @@ def test_a_killed_process_is_named_though_the_others_fail_after_it(capfd):
 def test_a_process_that_ends_without_a_word_is_named_with_its_exit_code(capfd):
     assert run("sys.exit(7 * rank)") == 7
     assert capfd.readouterr().err == "flowalign: process 1 of 2 ended with exit code 7\n"
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_launch_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run("leave_failure(2, 'no\\n'); assert file.is_file(); sys.exit(2)") == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -174,21 +173,13 @@ def test_ctrl_c_reaches_every_process_and_is_no_failure(tmp_path):
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="lists sockets with /proc")
 def test_no_other_machine_can_connect_to_processes_of_one_machine(tmp_path):
     watched = Watched(tmp_path)
-    started = launcher("\n".join([JOIN, watched.source, SLEEP]), sys.executable)
+    started = launcher("\n".join([JOIN, watched.source, SLEEP]))
     watched.wait_for(2)
     listening = find_listeners(started.pid)
     started.terminate()
     started.communicate(timeout=PATIENCE)
     assert listening, "gloo listens"
     assert [a for a in listening if not ipaddress.ip_address(a).is_loopback] == []
-
-
-@pytest.mark.slow
-def test_only_the_user_can_read_the_file_where_processes_meet(tmp_path):
-    note = f"Path({str(tmp_path)!r}, str(rank)).write_text"
-    mode = "oct(Path(os.environ['FLOWALIGN_STORE']).parent.stat().st_mode & 0o777)"
-    assert run(f"{note}({mode})") == 0
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0o700", "0o700"]
 
 
 @pytest.mark.slow
