@@ -162,11 +162,6 @@ def test_merged_steps_are_learned_from():
     assert metrics[0]["check/ratio_drift_1"] < 1e-5
 
 
-def test_more_than_one_step_is_not_merged():
-    with pytest.raises(ValueError, match="the window has 3"):
-        new_recipe({"merge": 2.2})
-
-
 def test_kept_means_are_the_means_of_the_trained_steps_only():
     policy = pixel_policy()
     cfg = Sampling(num_steps=5, samples_per_prompt=2, sde_window=Fixed(1, 3))

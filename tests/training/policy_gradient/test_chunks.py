@@ -9,7 +9,6 @@ import torch
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO, DivergenceMask, LogHinge, PPOClip, RatioNorm
-from flowalign.sampling.branching import Comb, Tree
 from flowalign.training.policy_gradient.batches import join_chunks, minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
 from flowalign.types import CreditEstimator, StepCredit
@@ -156,14 +155,3 @@ def test_chunks_are_refused_where_the_trust_region_looks_at_single_steps(surroga
 def test_chunks_of_nothing_are_refused(sizes):
     with pytest.raises(ValueError, match="at least 1"):
         GRPO(PPOClip(), chunk_sizes=sizes)
-
-
-@pytest.mark.parametrize(
-    ("samples", "branching"), [(8, Tree(splits=[0, 1, 2])), (6, Comb(children=2))]
-)
-def test_chunks_are_refused_where_samples_branch(samples, branching):
-    with pytest.raises(ValueError, match="same stochastic steps in every sample"):
-        new_recipe(
-            {"samples_per_prompt": samples, "branching": branching},
-            algorithm=GRPO(PPOClip(0.2), chunk_sizes=[2]),
-        )

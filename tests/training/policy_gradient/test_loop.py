@@ -17,10 +17,11 @@ from flowalign.losses.policy_gradient.grpo import (
     RewardClip,
 )
 from flowalign.rewards import RewardFailure, Rewards
-from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.learner import Optimizer
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.policy_gradient_loop import update
+from flowalign.training.policy_gradient.step_gradients import MeasuredWeight
 from flowalign.training.reference import EMA
 from flowalign.types import (
     CreditEstimator,
@@ -571,20 +572,6 @@ def test_the_learning_rate_follows_its_schedule(kind, rates):
     assert Optimizer(learning_rate=1.0, decay=decay).rate(9, 4) >= 0
 
 
-@pytest.mark.parametrize(
-    "field", ["prompts_per_step", "updates_per_step", "epochs_per_step", "micro_batch"]
-)
-def test_a_recipe_of_nothing_is_refused(field):
-    with pytest.raises(ValueError, match=f"recipe.{field} is 0"):
-        new_recipe(**{field: 0})
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none", "leave_one_out"])
-def test_a_group_of_one_has_nothing_to_compare_with(scale):
-    with pytest.raises(ValueError, match=r"samples_per_prompt is 1.* advantages.scale pooled"):
-        new_recipe({"samples_per_prompt": 1}, advantages={"scale": scale})
-
-
 def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
     """Prompts of one sample each, which no narrower comparison could train."""
     cfg = new_recipe({"samples_per_prompt": 1}, advantages={"scale": "pooled"})
@@ -597,6 +584,32 @@ def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
     assert wanted.abs().min() > 0.01
 
 
-def test_a_window_of_another_schedule_is_refused_before_anything_runs():
-    with pytest.raises(ValueError, match=r"\[2, 7\)"):
-        new_recipe({"sde_window": Fixed(2, 7)})
+ALONE = {"samples_per_prompt": 1}
+TREE = {"samples_per_prompt": 8, "branching": Tree(splits=[0, 1, 2])}
+COMB = {"samples_per_prompt": 6, "branching": Comb(children=2)}
+MEASURED = {"step_weight": "measured"}
+CHUNKS = {"algorithm": GRPO(PPOClip(0.2), chunk_sizes=[2])}
+REFUSED = [
+    ({"prompts_per_step": 0}, "recipe.prompts_per_step is 0"),
+    ({"updates_per_step": 0}, "recipe.updates_per_step is 0"),
+    ({"epochs_per_step": 0}, "recipe.epochs_per_step is 0"),
+    ({"micro_batch": 0}, "recipe.micro_batch is 0"),
+    ({"sampling": {"sde_window": Fixed(2, 7)}}, r"\[2, 7\)"),
+    ({"sampling": {"merge": 2.2}}, "the window has 3"),
+    ({"sampling": ALONE, "advantages": {"scale": "group"}}, "advantages.scale pooled"),
+    ({"sampling": ALONE, "advantages": {"scale": "none"}}, "samples_per_prompt is 1"),
+    ({"advantages": {"scale": "none", "std_correction": 1}}, "is 1, but advantages.scale none"),
+    ({"advantages": {"scale": "given", "std_correction": 1}}, "is 1, but advantages.scale given"),
+    ({"advantages": {"extremes": 3}}, r"extremes is 3: .* more than the 4 samples"),
+    ({"sampling": TREE, **CHUNKS}, "same stochastic steps in every sample"),
+    ({"sampling": COMB, **CHUNKS}, "same stochastic steps in every sample"),
+    ({"prompts_per_step": 1, **MEASURED}, "is 1, updates_per_step 1"),
+    ({"updates_per_step": 2, **MEASURED}, "is 3, updates_per_step 2"),
+    ({"step_weight": MeasuredWeight(start=[1.0, 2.0])}, r"step_weight\.start is \[1\.0, 2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_recipes_that_cannot_run_are_refused_before_anything_runs(settings, message):
+    with pytest.raises(ValueError, match=message):
+        new_recipe(**settings)
