@@ -399,10 +399,9 @@ def _score(_: int, data: str, out: Path, log: str) -> None:
     run(job(data, out, Brightness(log, seconds=0.005)), Progress())
 
 
-@pytest.mark.parametrize(
-    ("kills", "records"), [(3, 200), pytest.param(10, 1000, marks=pytest.mark.slow)]
-)
-def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, records):
+@pytest.mark.slow
+def test_kills_at_random_moments_leave_no_trace(tmp_path):
+    kills, records = 4, 200
     data = pairs(tmp_path, records)
     expected = whole(job(data, tmp_path / "whole", Brightness()))
     out, log, draw = tmp_path / "out", tmp_path / "log", random.Random(0)
