@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from reward_models.wrappers.out_of_process import RemoteReward
 from tests.fixtures.browser import needs_browser, read_in_browser
 from tests.fixtures.running import RunningApp
 from tests.fixtures.small_run import go, new_run
+from tests.fixtures.zygote import python
 
 
 class Served(RunningApp):
@@ -361,7 +361,7 @@ def test_killing_the_server_loses_no_vote(tmp_path, monkeypatch):
                 tmp_path / f"{number}{copy}.png"
             )
             (tmp_path / f"{number}{copy}.txt").write_text(f"prompt {number}")
-    command = [sys.executable, "-m", "flowalign", "vote", str(tmp_path), "--port", "0"]
+    command = [python(), "-m", "flowalign", "vote", str(tmp_path), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     found = None
     while not found:
