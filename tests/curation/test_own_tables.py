@@ -100,7 +100,7 @@ def test_own_pairs_train_with_dpo(tmp_path):
     settings = [f"--recipe.data.path={data}", "--recipe.data.held_out=null"]
     settings += ["--recipe.data.columns={prompt: caption, chosen: good, rejected: bad}"]
     settings += ["--num_steps=1", "--recipe.data.batch_size=4", f"--output_dir={tmp_path / 'run'}"]
-    settings += ["--evaluation=null", "--recipe.data.cache=null"]
+    settings += ["--evaluation=null", "--recipe.data.cache=null", "--checkpoints.verify=never"]
     assert exit_code("train", "configs/preference/shapes/dpo.yaml", *settings) == 0
     (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert "implicit_accuracy" in json.loads(line)
@@ -126,7 +126,7 @@ def test_own_images_become_pairs_and_train_with_dpo(tmp_path):
     assert sorted(row["prompt"] for row in rows) == [f"a red circle {k}" for k in range(4)]
     settings = [f"--recipe.data.path={pairs / 'train.jsonl'}", "--recipe.data.held_out=null"]
     settings += ["--num_steps=1", "--recipe.data.batch_size=4", f"--output_dir={tmp_path / 'run'}"]
-    settings += ["--evaluation=null", "--recipe.data.cache=null"]
+    settings += ["--evaluation=null", "--recipe.data.cache=null", "--checkpoints.verify=never"]
     assert exit_code("train", "configs/preference/shapes/dpo.yaml", *settings) == 0
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
 
