@@ -239,8 +239,9 @@ def test_micro_batches_of_any_size_log_the_same_norms():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampled_with", [1.0, 3.0])
-@pytest.mark.parametrize("inner", [FrozenBase(), EMAReference(decay=0.0)])
+@pytest.mark.parametrize(
+    ("inner", "sampled_with"), [(FrozenBase(), 1.0), (EMAReference(decay=0.0), 3.0)]
+)
 def test_a_guided_reference_adds_guidance_of_its_own_scale(inner, sampled_with):
     """The conditioning on the empty prompt is there already, or encoded with the reference.
 

@@ -178,7 +178,7 @@ def run_of(folder: Path, kind: str, processes: Processes = ALONE, steps: int = 3
 def test_the_student_comes_to_agree_with_both_teachers(tmp_path, loss):
     """Measured on the states that it visited at first; later ones are others."""
     cfg, learner = taught(tmp_path, loss=loss, times_per_sample=3)
-    stream = on_policy(tmp_path, RANDOM | {"samples_per_prompt": 64}).open(
+    stream = on_policy(tmp_path, RANDOM | {"samples_per_prompt": 32}).open(
         learner, StreamContext(new_rewards(), 0)
     )
     data = drawn(cfg, learner, batch_of(stream, 99))

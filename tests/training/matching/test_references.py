@@ -263,12 +263,11 @@ def loss_state(folder, step: int) -> dict[str, float]:
     return json.loads(where.read_text())["loop"]["loss_state"]
 
 
-@pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after):
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
-    update, left = matching_loop.make_update, 2 * after + 1
+    update, left = matching_loop.make_update, 7
 
     def mortal(*args):
         nonlocal left
@@ -282,7 +281,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
         with pytest.raises(Killed):
             go(new_run(broken))
     newest = checkpoint.latest(broken / "checkpoints")
-    assert newest == broken / "checkpoints" / f"step-{after:06d}"
+    assert newest == broken / "checkpoints" / "step-000003"
     assert go(new_run(broken), newest)["status"] == "finished"
     assert_same_run(straight, broken, 5)
     assert any(name.startswith("reference.") for name in state(broken, 5))

@@ -129,7 +129,7 @@ ADVANTAGE = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 ADVANTAGE[4:8, 1] = 0.0
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 7, 100])
+@pytest.mark.parametrize("micro_batch", [1, 5, 100])
 def test_the_update_is_the_mean_over_pairs_whatever_the_micro_batch(micro_batch):
     """8 pairs: 3 prompts at 3 steps, less the one without a difference."""
     learner, cfg, batch = told(ADVANTAGE, StepDPO(beta=3.0), micro_batch=micro_batch)
@@ -211,19 +211,21 @@ def test_more_updates_than_prompts_are_refused():
         told(ADVANTAGE, OLD, updates_per_step=4)
 
 
-CREDITS = {
-    "outcome": ({"samples_per_prompt": 8}, {"credit": Outcome()}),
-    "gain": ({"samples_per_prompt": 8}, {"credit": Gain()}),
-    "branch": ({"samples_per_prompt": 6, "branching": Comb(children=2)}, {"credit": Branch()}),
-}
+BRANCHED = {"samples_per_prompt": 6, "branching": Comb(children=2)}
 
 
-@pytest.mark.parametrize("reference", ["old", "reference"])
-@pytest.mark.parametrize(("sampling", "recipe"), CREDITS.values(), ids=CREDITS)
-def test_preferences_raise_a_reward_whatever_the_credit(sampling, recipe, reference):
+@pytest.mark.parametrize(
+    ("credit", "sampling", "reference"),
+    [
+        (Outcome(), {"samples_per_prompt": 8}, "reference"),
+        (Gain(), {"samples_per_prompt": 8}, "old"),
+        (Branch(), BRANCHED, "old"),
+    ],
+)
+def test_preferences_raise_a_reward_whatever_the_credit(credit, sampling, reference):
     algorithm = StepDPO(reference=reference, ratio_clip=0.9)
     steps, rate = (14, 3e-2) if reference == "old" else (40, 1e-2)  # the reference holds back
-    cfg = new_recipe(sampling, algorithm=algorithm, **recipe)
+    cfg = new_recipe(sampling, algorithm=algorithm, credit=credit)
     metrics = train(cfg, new_learner(learning_rate=rate), steps=steps)
     assert rise(metrics) > 0.2
     assert all(math.isfinite(v) for m in metrics for v in m.values())
