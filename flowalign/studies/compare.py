@@ -21,7 +21,7 @@ from flowalign.studies.comparison import Comparison, Curve, Method, Point
 from flowalign.studies.comparison import compare as compared
 from flowalign.studies.comparison_page import write_comparison
 from flowalign.training.divergence import list_distances
-from flowalign.utils.errors import ConfigError, TrainingFailure
+from flowalign.utils.errors import ConfigError, TrainingFailure, convert_value_errors
 from flowalign.utils.files import read_object
 from flowalign.utils.folders import is_unused
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
@@ -140,10 +140,8 @@ def read(request: ComparisonRequest) -> list[Entry]:
 def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
     run, text = load(configs, overrides)
     shown = " ".join(configs)
-    try:
+    with convert_value_errors(f"{shown}: "):
         plan(run)
-    except ValueError as error:
-        raise ConfigError(f"{shown}: {error}") from error
     if run.evaluation is None:
         raise ConfigError(f"{shown}: evaluation is null, so there is nothing to compare")
     return Entry(Path(configs[-1]).stem, configs, run, _settings(parse_yaml(text)))

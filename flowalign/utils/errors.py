@@ -1,11 +1,17 @@
 """Define errors that a command reports in a few lines."""
 
 import difflib
+import json
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
+
+_LONGEST = 300
 
 
 class ConfigError(ValueError):
@@ -28,11 +34,78 @@ def convert_value_errors(prefix: str = "") -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from error
 
 
+@contextmanager
+def explain_errors(
+    prefix: str, *kinds: type[Exception], to: Callable[[str], Exception] = ValueError
+) -> Iterator[None]:
+    """Convert errors of these kinds inside the context to errors that begin with a prefix.
+
+    The text of an error is shortened to a line; without kinds, those of ValueErrors are kept.
+    """
+    caught = kinds or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        text = " ".join(str(error).split())[:_LONGEST] if kinds else str(error)
+        is_bare = not text or isinstance(error, LookupError | TypeError | AttributeError)
+        raise to(f"{prefix}: {f'{type(error).__name__} ' * is_bare}{text}") from error
+
+
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the most similar known name, or else all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
+    there = ", ".join(names)[:_LONGEST] or "none"
+    return f"did you mean {near[0]!r}?" if near else f"there are {there}"
+
+
+def require_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError for the first unknown name; `what` says what names it."""
+    there = list(known)
+    for name in names:
+        if name not in there:
+            raise ValueError(f"{what} {name!r}; {suggest_name(name, there)}")
+
+
+def require_default(settings: Any, key: str, reason: str, *names: str) -> None:
+    """Raise ValueError for the first of these settings that differs from its default.
+
+    Names are relative to `key`, the key of the settings in run files, and may have dots.
+    """
+    for name in names:
+        group, _, last = name.rpartition(".")
+        owner = attrgetter(group)(settings) if group else settings
+        value, default = getattr(owner, last), _find_default(owner, last)
+        if value != default:
+            shown, usual = map(_show_value, (value, default))
+            message = f"{key}.{name} is {shown}, but {reason}: set {last} to {usual}"
+            raise ValueError(message.removeprefix("."))
+
+
+def refuse_conflicts(
+    settings: Any, key: str, conflicts: Mapping[str, tuple[str, Sequence[str]]]
+) -> None:
+    """Raise ValueError for settings that another one excludes.
+
+    `conflicts` has what a setting does, and the settings that it excludes, by its name.
+    """
+    for name, (effect, others) in conflicts.items():
+        value = getattr(settings, name)
+        if value != _find_default(settings, name):
+            require_default(settings, key, f"{name} {_show_value(value)} {effect}", *others)
+
+
+def _find_default(owner: Any, name: str) -> Any:
+    (found,) = (one for one in fields(owner) if one.name == name)
+    return found.default if found.default_factory is MISSING else found.default_factory()
+
+
+def _show_value(value: Any) -> str:
+    """Return a value as run files have it; the class of an object."""
+    if isinstance(value, bool | None):
+        return json.dumps(value)
+    plain = isinstance(value, str | int | float | Sequence | Mapping)
+    return str(value) if plain else type(value).__name__
 
 
 def describe_error(error: BaseException, own: str | None = None) -> str:

@@ -66,6 +66,19 @@ def is_unused(folder: Path) -> bool:
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
 
 
+def require_unused(folder: Path) -> None:
+    """Raise ValueError if a folder has contents, which a new run would overwrite."""
+    if not is_unused(folder):
+        remedy = "Add --resume to continue it, --overwrite to replace it, or another output_dir."
+        raise ValueError(f"{folder} already holds a run and is not overwritten.\n{remedy}")
+
+
+def require_removable(folder: Path) -> None:
+    """Raise ValueError unless a folder is unused, or holds the settings of a run."""
+    if not is_unused(folder) and not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} holds no config.yaml, so it is no run and is not deleted")
+
+
 def clear(folder: Path, last: str = "") -> None:
     """Delete the contents of a folder except its lock file; the file `last` is deleted last."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == last):

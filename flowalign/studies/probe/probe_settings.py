@@ -17,7 +17,7 @@ from flowalign.runs.run_directory import find_latest
 from flowalign.studies.probe.sums import is_projected
 from flowalign.training import checkpoint
 from flowalign.training.policy_gradient.policy_gradient_settings import require_policy_gradient
-from flowalign.utils.errors import ConfigError
+from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.strict_yaml import parse_yaml
 
 START = "start"
@@ -143,10 +143,8 @@ def find_checkpoint(path: str) -> Weights:
         folder = find_latest(folder) or folder
     averaged = folder.name == "ema" and folder.is_dir()
     root = folder.parent if averaged else folder
-    try:
+    with convert_value_errors(f"--checkpoint {path}: "):
         checkpoint.check_complete(root)
-    except ValueError as error:
-        raise ConfigError(f"--checkpoint {path}: {error}") from error
     with safe_open(root / _STATE, "pt") as file:
         has_moments = any(name.startswith("optimizer.") for name in file.keys())  # noqa: SIM118
     name = f"{root.name}/ema" if averaged else root.name
@@ -215,11 +213,9 @@ def remove_place(loaded: LoadedRun) -> dict[str, Any]:
 
 def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
     name, recipe = setting.name, setting.loaded.run.recipe
-    try:
+    with convert_value_errors(f"{name}: "):
         calibration = require_policy_gradient(recipe).calibration
         plan(setting.loaded.run, processes)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
     if calibration:
         raise ConfigError(
             f"{name}: recipe.calibration is set, but probe does not search noise levels: "

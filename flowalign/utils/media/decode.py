@@ -136,10 +136,8 @@ def _stack_frames(
 
 def _check_pixels(name: str, count: int) -> None:
     if count > _MOST_PIXELS:
-        raise MediaProblem(
-            f"too large: the frames of {name} have more than {_MOST_PIXELS} pixels; "
-            "select fewer frames, or shorten it"
-        )
+        remedy = f"more than {_MOST_PIXELS} pixels; select fewer frames, or shorten it"
+        raise MediaProblem(f"too large: the frames of {name} have {remedy}")
 
 
 def read_clips(media: Any) -> list[Float[Tensor, "F 3 H W"]]:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import GRID_PADDING, atomic_write
 from flowalign.utils.imports import import_optional
 from flowalign.utils.media.decode import decode, open_container
@@ -64,9 +65,7 @@ def write_clip(
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
     if ending == ".gif" and fps > _MOST_OF_GIF:
-        raise ValueError(
-            f"{path}: GIF supports up to {_MOST_OF_GIF} frames per second, got {fps:g}"
-        )
+        raise ValueError(f"{path}: GIF has at most {_MOST_OF_GIF} frames per second, got {fps:g}")
     height, width = frames.shape[-2:]
     if ending == ".mp4" and max(height, width) > EXACT and (height % 2 or width % 2):
         raise ValueError(f"{path}: MP4 needs even sides, got {width} x {height}; .webm takes any")
@@ -254,10 +253,9 @@ def read_sound(medium: Media) -> Sound | None:
         ValueError: av is not installed.
     """
     av = import_optional("av", "video")
-    try:
+    problem = f"damaged sound of {medium.path or 'a video'}"
+    with explain_errors(problem, av.FFmpegError, to=MediaProblem):
         return _decode_sound(medium.source)
-    except av.FFmpegError as error:
-        raise MediaProblem(f"damaged sound of {medium.path or 'a video'}: {error}") from error
 
 
 def _decode_sound(source: Any) -> Sound | None:

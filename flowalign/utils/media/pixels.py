@@ -163,9 +163,8 @@ class Orientation:
         from av.video.reformatter import VideoReformatter
 
         if kind := _HDR.get(stream.codec_context.color_trc):
-            raise MediaProblem(
-                f"HDR video: {medium.name} has the brightness of {kind}; convert it to SDR"
-            )
+            remedy = f"has the brightness of {kind}; convert it to SDR"
+            raise MediaProblem(f"HDR video: {medium.name} {remedy}")
         self.medium = medium
         aspect = float(stream.sample_aspect_ratio or 1)
         self._aspect = 1.0 if abs(aspect - 1) < _SQUARE else aspect
