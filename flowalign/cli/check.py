@@ -6,7 +6,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from flowalign.cli.options import add_config, add_processes, number, read_settings, whole
+from flowalign.cli.options import Parser, add_config, add_processes, number, read_settings, whole
 from flowalign.utils.console import table
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ HELP = "Validate a run file without reading weights, and print its plan."
 _LIST = re.compile(r"\[\d+(?:, \d+){4,}\]")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run files, the processes, the choice to print settings, and the capacity plan."""
     add_config(parser)
     add_processes(parser)
@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured costs of flowalign bench --out, instead of counted operations",
     )
     add("--reward-seconds", type=number(0.0), metavar="S", help="seconds of a GPU per reward call")
+    parser.rules += (
+        "--gpu needs --gpus N",
+        "--costs needs --gpus N",
+        "--reward-seconds needs --gpus N",
+        "--gpus needs --gpu TYPE or --costs FILE",
+        "--gpus excludes --processes: it starts one process per GPU",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,22 +92,12 @@ def _join_range(text: str) -> str:
 
 
 def _read_cluster(args: argparse.Namespace) -> "Cluster | None":
-    """Return the GPUs of the capacity plan, if it is asked for.
-
-    Raises:
-        ValueError: The options do not belong together.
-    """
+    """Return the GPUs of the capacity plan, if it is asked for."""
     from flowalign.runs.capacity import Cluster, read_costs
-    from flowalign.runs.planning import GPUS, find_gpu
+    from flowalign.runs.planning import find_gpu
 
     if args.gpus is None:
-        if args.gpu or args.costs or args.reward_seconds is not None:
-            raise ValueError("--gpu, --costs and --reward-seconds need --gpus N")
         return None
-    if args.processes != 1:
-        raise ValueError("--gpus starts one process per GPU: leave out --processes")
-    if args.gpu is None and args.costs is None:
-        raise ValueError(f"--gpus needs --gpu or --costs; types of GPUs: {', '.join(GPUS)}")
     return Cluster(
         count=args.gpus,
         name=args.gpu or "GPUs",

@@ -4,14 +4,14 @@ import argparse
 import os
 from pathlib import Path
 
-from flowalign.cli.options import SEED, whole
+from flowalign.cli.options import SEED, Parser, whole
 from flowalign.utils.console import get_log, table
 from flowalign.utils.folders import check_folder_path
 
 HELP = "Train several run files with several seeds, and compare."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run files, the seeds and the output folder."""
     parser.add_argument(
         "configs",
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", metavar="FILE", help="official prompt file of the benchmark")
     parser.set_defaults(takes_overrides=True)
+    parser.rules += ("--data needs --benchmark NAME",)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,8 +78,6 @@ def _check_benchmark(args: argparse.Namespace) -> None:
     from flowalign.studies.benchmark.items import read_prompts
 
     if args.benchmark is None:
-        if args.data:
-            raise ValueError("--data needs --benchmark NAME")
         return
     card = load_card(args.benchmark)
     if not card.rewards:

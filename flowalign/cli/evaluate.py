@@ -5,7 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.cli.options import SEED, add_config, add_processes, read_settings, shard, whole
+from flowalign.cli.options import (
+    SEED,
+    Parser,
+    add_config,
+    add_processes,
+    read_settings,
+    shard,
+    whole,
+)
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import table
 from flowalign.utils.errors import TrainingFailure
@@ -19,7 +27,7 @@ _BENCHMARK = ("data", "out", "shard", "rewards", "scores", "num_steps", "count",
 """Options that need `--benchmark`."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run files, the weights, the number of processes and the options of benchmarks."""
     add_config(parser)
     parser.add_argument(
@@ -56,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--count", type=whole(1), help="images per row (default: the card's)")
     add("--limit", type=whole(1), help="number of rows, from the first one (default: all)")
     add("--seed", type=whole(*SEED), help="seed of the initial noises (default: the card's)")
+    parser.rules += (
+        *(f"--{name} needs --benchmark NAME" for name in _BENCHMARK),
+        "--distance needs --weights CHECKPOINT",
+        "--shard excludes --processes",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.benchmark:
         return _run_benchmark(args)
-    _check_options(args)
+    if len(args.weights or ()) > 1:
+        raise ValueError("several --weights need --benchmark NAME")
     weights = args.weights[0] if args.weights else None
     run_file, _ = load(*read_settings(args))
     if run_file.evaluation is None:
@@ -84,17 +98,6 @@ def run(args: argparse.Namespace) -> int:
         table(f"{weights or 'before training'}", rows)
         print(to_json(metrics))  # noqa: T201
     return 0
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that only benchmarks have."""
-    given = [f"--{name}" for name in _BENCHMARK if getattr(args, name) is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} needs --benchmark NAME")
-    if args.distance and not args.weights:
-        raise ValueError("--distance needs --weights CHECKPOINT, the weights to compare")
-    if len(args.weights or ()) > 1:
-        raise ValueError("several --weights need --benchmark NAME")
 
 
 def _run_benchmark(args: argparse.Namespace) -> int:
@@ -151,8 +154,6 @@ def _run_shards(args: argparse.Namespace) -> int:
     from flowalign.utils.console import say
     from flowalign.utils.subprocesses import run_all, shard_jobs
 
-    if args.shard:
-        raise ValueError("--shard and --processes exclude each other: give one of them")
     sampler, count = _open_benchmark(args).sampler, args.processes
     check_fits(count, sampler.run.device)
     jobs = shard_jobs(args.words, count, sampler.out / "logs")

@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
+from flowalign.cli.options import Parser
 from flowalign.utils.console import get_log, table
 
 HELP = "Export trained weights for diffusers, PEFT or ComfyUI, or merged; publish them on the hub."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run or checkpoint, the export format, and the output options."""
     add = parser.add_argument
     add("source", metavar="RUN", help="run directory (its newest checkpoint), or a checkpoint")
@@ -37,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="list what --push-to-hub would publish, offline")
     add("--private", action="store_true", help="publish as a private model")
     add("--license", help="licence of the weights, by its hub id; required to publish")
+    parser.rules += (
+        "--dry-run needs --push-to-hub OWNER/NAME",
+        "--push-to-hub needs --license: the licence of the base model binds the trained weights",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,14 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.utils.hub import check_name, check_publishing, publish
 
     log, source = get_log(), Path(args.source)
-    if args.dry_run and not args.push_to_hub:
-        raise ValueError("--dry-run needs --push-to-hub OWNER/NAME")
     if args.push_to_hub:
-        if not args.license:
-            raise ValueError(
-                "--push-to-hub needs --license: the licence of the base model binds the trained "
-                "weights"
-            )
         check_name(args.push_to_hub)
         if not args.dry_run:
             check_publishing(args.push_to_hub)

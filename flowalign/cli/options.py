@@ -9,15 +9,42 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from typing_extensions import override
 
 _LONGEST = 40
+_RULE = re.compile(r"(--\S+) (needs|excludes) ([^:]+)")
 SEED = 0, 2**63 - 1
 """Range of seeds; PyTorch stores them as signed 64-bit integers."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that prints an error in one line, with a pointer to --help."""
+    """Parser that prints an error in one line, with a pointer to --help.
+
+    `rules` are sentences on options that were given: `--a needs --b or --c`, and
+    `--a excludes --b VALUE: reason`, where a value is in lower case.
+    """
+
+    rules: tuple[str, ...] = ()
+
+    @override
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse, and exit with code 2 for options that break a rule."""
+        found, rest = super().parse_known_args(*args, **kwargs)
+        for rule in self.rules:
+            option, verb, others = _RULE.findall(rule)[0]
+            fits = any(self._is_given(found, other) for other in others.split(" or "))
+            if self._is_given(found, option) and fits != (verb == "needs"):
+                self.error(rule)
+        return found, rest
+
+    def _is_given(self, args: argparse.Namespace, option: str) -> bool:
+        """Return whether an option differs from its default, or has the value that follows it."""
+        name, _, value = option.removeprefix("--").partition(" ")
+        name = name.replace("-", "_")
+        given = getattr(args, name)
+        return given == value if value.islower() else given != self.get_default(name)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2, without the list of all options."""
@@ -41,16 +68,19 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float | None = None) -> Callable[[str], float]:
-    """Return an option type for finite numbers in [least, most]."""
+def number(
+    least: float, most: float | None = None, below: float = math.inf
+) -> Callable[[str], float]:
+    """Return an option type for finite numbers in [least, most], or in [least, below)."""
     limits = f"at least {least:g}" if most is None else f"in [{least:g}, {most:g}]"
+    limits = f"in [{least:g}, {below:g})" if below < math.inf else limits
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not (least <= value < math.inf and (most is None or value <= most)):
+        if not (least <= value < below and (most is None or value <= most)):
             raise argparse.ArgumentTypeError(f"is {text[:_LONGEST]}; it must be a number {limits}")
         return value
 
@@ -107,7 +137,7 @@ def add_columns(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     parser.add_argument("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=text)
 
 
-def add_executor(parser: argparse.ArgumentParser) -> None:
+def add_executor(parser: Parser) -> None:
     """Add the choice between processes of this machine and a Ray cluster."""
     parser.add_argument(
         "--executor", choices=("local", "ray"), default="local", help="executor (default: local)"
@@ -116,6 +146,7 @@ def add_executor(parser: argparse.ArgumentParser) -> None:
         "--address",
         help="running Ray cluster, ray://HOST:10001 or auto (default: a new one on this machine)",
     )
+    parser.rules += ("--address needs --executor ray",)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.cli.options import SEED, whole
+from flowalign.cli.options import SEED, Parser, number, whole
 from flowalign.utils.console import table as print_table
 from flowalign.utils.files import write_rows, write_text
 
@@ -20,9 +20,17 @@ HELP = "Make training pairs from a table of scores."
 EXIT_FAILED = 1
 _LISTED = 3
 """Largest number of reasons that an error message lists."""
+_RULES = (
+    "--stages_by needs --stages",
+    "--labels excludes --stages: a label has no stage",
+    "--labels excludes --rule per_dimension: a label has no dimension",
+    "--tolerance needs --rule dominance",
+    "--weights excludes --rule per_dimension: it has no total",
+)
+"""Options that need or exclude others."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the options of `flowalign pairs`."""
     add = parser.add_argument
     add("table", help="folder of `flowalign score`, or its scores.parquet or scores.jsonl")
@@ -47,11 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, help="dominance: deficit per dimension that is still ignored")
     add("--max_per_prompt", type=whole(1), help="pairs per prompt, those with the widest gaps")
     add("--by", choices=("prompt", "record"), default="prompt", help="group (default: prompt)")
-    add("--stages", type=whole(2), help="number of curriculum stages, wide gaps first")
-    by = "stages with equal ranges of gaps (score, default), or equally many pairs (rank)"
-    add("--stages_by", choices=("score", "rank"), help=by)
-    add("--held_out", type=float, default=0.1, help="held-out share of the prompts (default: 0.1)")
-    add("--seed", type=whole(*SEED), default=0, help="seed of the held-out prompts (default: 0)")
+    _add_division(parser)
     root = "folder where relative paths of the table begin (default: the current folder)"
     add("--mask", metavar="REWARD", help="use the maps of this reward as masks (FocusDPO)")
     add("--root", default="", metavar="FOLDER", help=root)
@@ -66,13 +70,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also pair samples that differ in size or number of frames",
     )
+    parser.rules += _RULES
+
+
+def _add_division(parser: Parser) -> None:
+    """Add the options that divide pairs into stages, and prompts into parts."""
+    add = parser.add_argument
+    add("--stages", type=whole(2), help="number of curriculum stages, wide gaps first")
+    by = "stages with equal ranges of gaps (score, default), or equally many pairs (rank)"
+    add("--stages_by", choices=("score", "rank"), help=by)
+    add(
+        "--held_out",
+        type=number(0.0, below=1.0),
+        default=0.1,
+        help="held-out share of the prompts (default: 0.1)",
+    )
+    add("--seed", type=whole(*SEED), default=0, help="seed of the held-out prompts (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make pairs; return 0, or 1 if the table gives none."""
     from flowalign.curation.pairing_job import check_folder, find_pairs
 
-    _check(args)
+    if args.root and not Path(args.root).is_dir():
+        raise ValueError(f"--root {args.root!r} is no folder")
     check_folder(Path(args.out))
     job = _build_job(args)
     found = find_pairs(job)
@@ -83,22 +104,6 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     _print_summary(args, found, _write_files(args, job, found))
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.stages_by and not args.stages:
-        raise ValueError("--stages_by needs --stages")
-    if args.labels and (args.stages or args.rule == "per_dimension"):
-        other = "--stages" if args.stages else "--rule per_dimension"
-        raise ValueError(f"--labels excludes {other}: a label has no stage or dimension")
-    if not 0 <= args.held_out < 1:
-        raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
-    if args.tolerance is not None and args.rule != "dominance":
-        raise ValueError("--tolerance needs --rule dominance")
-    if args.weights and args.rule == "per_dimension":
-        raise ValueError("--weights excludes --rule per_dimension, which has no total")
-    if args.root and not Path(args.root).is_dir():
-        raise ValueError(f"--root {args.root!r} is no folder")
 
 
 def _build_job(args: argparse.Namespace) -> "PairingJob":

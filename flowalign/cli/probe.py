@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.cli.options import add_config, add_processes, read_settings, whole
+from flowalign.cli.options import Parser, add_config, add_processes, read_settings, whole
 from flowalign.distributed.launch import Launch, relaunch, starts_others
 from flowalign.utils.console import get_log, table
 from flowalign.utils.folders import check_file_path, check_folder_path
@@ -22,7 +22,7 @@ BATCHES = 16
 """Default number of batches."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run files, the settings to compare, the number of batches, and the outputs."""
     add_config(parser)
     parser.add_argument(
@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_processes(parser)
     parser.add_argument("--overlay", metavar="FILE", help="run file for the recommended settings")
     parser.add_argument("--out", metavar="FOLDER", help="folder for a page and all results as JSON")
+    kept = ("batches", "out", "overlay", "metric")
+    parser.rules += tuple(f"--credit excludes --{name}: it prints one table" for name in kept)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.studies.probe.measure import probes
     from flowalign.studies.probe.overlay import write_overlay
 
-    _check_options(args)
+    _check_outputs(args)
     found = _build_settings(args)
     _start_others(args, found)
     if args.credit:
@@ -94,12 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    if args.credit and (args.batches or args.out or args.overlay or args.metric != "gradient"):
-        raise ValueError(
-            "--credit prints one table of its prompts: leave out --batches, --out, --overlay and "
-            "--metric"
-        )
+def _check_outputs(args: argparse.Namespace) -> None:
     if args.out:
         check_folder_path(Path(args.out))
     if args.overlay:

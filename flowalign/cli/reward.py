@@ -8,16 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.cli.options import SEED, add_columns, add_config_file, number, whole
+from flowalign.cli.options import SEED, Parser, add_columns, add_config_file, number, whole
 from flowalign.utils.console import table
 from flowalign.utils.files import write_json, write_text
 from flowalign.utils.folders import check_file_path, check_folder_path
 from flowalign.utils.interrupts import tie_to_parent
 
 HELP = "Train a reward model, fit its weights, or measure its agreement with annotators."
+_RULES = (
+    "--rewards needs --out",
+    *(f"--{name} needs --rewards" for name in ("schema", "root", "limit", "columns")),
+)
+"""Options of `reward eval` that need others."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the actions of the command: train, eval and fit."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, add in (
@@ -28,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
 
 
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: Parser) -> None:
     """Add the options of `flowalign reward train`; further options override the run file."""
     add_config_file(parser)
     parser.add_argument("--resume", action="store_true", help="continue after the last epoch")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier training")
+    parser.rules += ("--resume excludes --overwrite",)
 
 
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_arguments(parser: Parser) -> None:
     """Add the options of `flowalign reward eval`."""
     add = parser.add_argument
     add("data", help="table or folder from `flowalign score`; with --rewards, a dataset")
@@ -79,6 +85,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     direct.add_argument("--schema", help="schema of the data (default: detected from the columns)")
     direct.add_argument("--root", metavar="FOLDER", help="folder where relative paths begin")
     direct.add_argument("--limit", type=whole(1), help="number of records, from the first one")
+    parser.rules += _RULES
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,11 +165,7 @@ def _score_first(args: argparse.Namespace) -> int:
     options = {f"--{name}": [str(value)] for name, value in options.items() if value is not None}
     options |= {"--columns": args.columns} if args.columns else {}
     if args.rewards is None:
-        if options:
-            raise ValueError(f"--rewards is missing for {', '.join(options)}")
         return 0
-    if args.out is None:
-        raise ValueError("--rewards needs --out, the folder that the scores are written to")
     command = [sys.executable, "-m", "flowalign", "score", args.data]
     command += ["--rewards", *args.rewards, "--out", args.out]
     command += [word for name, words in options.items() for word in (name, *words)]

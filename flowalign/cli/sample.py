@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.cli.options import SEED, add_config, number, read_settings, whole
+from flowalign.cli.options import SEED, Parser, add_config, number, read_settings, whole
 from flowalign.utils.console import say
 from flowalign.utils.folders import check_file_path, check_folder_path
 
@@ -18,7 +18,7 @@ _SDS_OPTIONS = ("noises", "weighting", "latent_rate")
 """Options of --reward_sds."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run file, its overrides and the options of `flowalign sample`."""
     add_config(parser)
     add = parser.add_argument
@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sample N times, and keep the best sample by the rewards of the run file",
     )
     _add_reward_sds(parser.add_argument_group("RewardSDS, arXiv:2503.09601").add_argument)
+    parser.rules += (
+        *(f"--{name} needs --reward_sds STEPS" for name in _SDS_OPTIONS),
+        "--reward_sds excludes --best_of",
+        "--reward_sds excludes --search",
+    )
 
 
 def _add_reward_sds(add: Callable[..., object]) -> None:

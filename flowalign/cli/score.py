@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.cli.options import add_columns, add_executor, shard, whole
+from flowalign.cli.options import Parser, add_columns, add_executor, shard, whole
 from flowalign.utils.console import say, table
 from flowalign.utils.files import digest_file
 from flowalign.utils.folders import check_folder_path, hold_lock
@@ -25,7 +25,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 EXIT_FAILED = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the options of `flowalign score`."""
     add = parser.add_argument
     add(
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_process_options(parser)
 
 
-def _add_process_options(parser: argparse.ArgumentParser) -> None:
+def _add_process_options(parser: Parser) -> None:
     """Add the options that divide a job between processes."""
     several = parser.add_mutually_exclusive_group()
     several.add_argument(
@@ -76,6 +76,10 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
         help="run as the i-th of n processes, from 0; run once more without it to merge",
     )
     add_executor(parser)
+    parser.rules += (
+        "--summarize excludes --shard: it needs all shards",
+        "--shard excludes --executor ray: Ray divides the blocks",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,16 +114,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that exclude each other, or that this machine cannot serve."""
+    """Raise ValueError for options that this machine cannot serve."""
     check_folder_path(Path(args.out))
-    if args.summarize is not None and args.shard:
-        raise ValueError("--summarize needs all shards: set it in the run without --shard")
     if args.format == "parquet":
         import_optional("pyarrow.parquet", "data")
-    if args.executor != "ray" and args.address:
-        raise ValueError(f"--address {args.address} needs --executor ray")
-    if args.executor == "ray" and args.shard:
-        raise ValueError("--shard and --executor ray exclude each other; Ray divides the blocks")
     if args.executor == "ray":
         from flowalign.utils.ray_cluster import prepare_ray
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from flowalign.cli.options import number, whole
 from flowalign.utils.console import say
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.hosts import is_loopback
 from flowalign.utils.imports import import_optional
 
@@ -110,10 +111,8 @@ def format_url(listening: socket.socket) -> str:
 
 def _adopt_socket(descriptor: int | None) -> socket.socket | None:
     """Return the socket that the parent process opened, or None if it opened none."""
-    try:
+    with explain_errors(f"--socket {descriptor} is no socket", OSError):
         return None if descriptor is None else socket.socket(fileno=descriptor)
-    except OSError as error:
-        raise ValueError(f"--socket {descriptor} is no socket: {error.strerror}") from error
 
 
 def format_snippet(queues: "Mapping[str, Queue]", url: str) -> str:

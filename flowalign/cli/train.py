@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.options import (
+    Parser,
     add_config,
     add_executor,
     add_processes,
@@ -35,7 +36,7 @@ _PROCESS_OPTIONS = {
 """Options of the processes of a run, with their defaults."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the run files, the number of processes, and the treatment of an earlier run."""
     add_config(parser)
     parser.add_argument(
@@ -66,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address on one of the machines where all of them meet",
     )
     add_executor(parser)
+    parser.rules += (
+        "--resume excludes --overwrite",
+        "--restarts excludes --overwrite: it continues from the newest checkpoint",
+        "--nodes needs --rendezvous HOST:PORT",
+        "--rendezvous needs --nodes N",
+        "--nodes excludes --executor ray: Ray knows its machines",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.runs.config import load_with_origins
     from flowalign.runs.run_directory import CONFIG
 
-    _check_options(args)
+    if args.restarts and args.resume not in (None, "latest"):
+        raise ValueError(
+            "--restarts continues from the newest checkpoint of the run directory, so it excludes "
+            "--resume CHECKPOINT;\nleave the checkpoint out, or choose another output_dir"
+        )
     loaded = load_with_origins(*read_settings(args))
     if args.executor == "ray" and "RANK" not in os.environ:
         _check_start(loaded, args)
@@ -88,26 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if is_restarted() and (Path(loaded.run.output_dir) / CONFIG).is_file():
         args.resume = "latest"
     return execute(loaded, args)
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that exclude or need each other."""
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if args.restarts and (args.overwrite or args.resume not in (None, "latest")):
-        raise ValueError(
-            "--restarts continues from the newest checkpoint of the run directory, so it excludes "
-            "--overwrite and --resume CHECKPOINT;\ndelete the directory, or choose another one"
-        )
-    if (args.nodes > 1) != bool(args.rendezvous):
-        raise ValueError(
-            f"--nodes is {args.nodes} and --rendezvous is {args.rendezvous or 'not given'}: "
-            "several machines need both, one machine needs none"
-        )
-    if args.executor == "ray" and args.nodes > 1:
-        raise ValueError("--nodes and --executor ray exclude each other: Ray knows its machines")
-    if args.executor != "ray" and args.address:
-        raise ValueError(f"--address {args.address} needs --executor ray")
 
 
 def _check_start(loaded: "LoadedRun", args: argparse.Namespace) -> None:

@@ -78,10 +78,8 @@ class Steering:
             output = self.rewards.score(self.rewards.batch(decode(x), requests, fps=policy.fps))
             if not (usable := self.rewards.usable(output.valid)).all():
                 i = int((~usable).nonzero()[0])
-                raise RewardFailure(
-                    f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
-                    f"{output.reasons.get(i, 'no reason given')}"
-                )
+                why = output.reasons.get(i, "no reason given")
+                raise RewardFailure(f"a sample of {requests[i].prompt!r} has no reward: {why}")
             return (output.values.nan_to_num() * self.rewards.weights).sum(1)
 
         asked = num_steps, generators, micro_batch
@@ -161,12 +159,10 @@ def build_steering(
         search_file: YAML file with settings of a tree search, or None.
 
     Raises:
-        ValueError: Options exclude each other or the run's guidance, or no reward has a weight.
+        ValueError: The run has guidance, which steering would ignore, or no reward has a weight.
     """
     sds = _read_reward_sds(sds_steps, sds_options)
     tree, settings = _read_search(best_of, search_file)
-    if sds and tree:
-        raise ValueError("--reward_sds and a search exclude each other: give one of them")
     cfg = sds or tree
     if cfg is None:
         return None
@@ -181,22 +177,16 @@ def build_steering(
 def _check_guidance(run_file: Run, option: str) -> None:
     """Raise ValueError if the run file has guidance that the steered sampler would ignore."""
     if run_file.evaluation and run_file.evaluation.reward_guidance:
-        raise ValueError(
-            f"evaluation.reward_guidance does not reach {option}: drop the option, "
-            "or the guidance with --evaluation.reward_guidance null"
-        )
+        remedy = f"leave out {option}, or add --evaluation.reward_guidance null"
+        raise ValueError(f"evaluation.reward_guidance does not reach {option}: {remedy}")
     if run_file.conditioning and run_file.conditioning.guidance is not None:
-        raise ValueError(
-            f"the guidance of conditioning {type(run_file.conditioning).__name__} does not reach "
-            f"{option}: drop the option, or the conditioning with --conditioning null"
-        )
+        remedy = f"leave out {option}, or add --conditioning null"
+        raise ValueError(f"the guidance of conditioning does not reach {option}: {remedy}")
 
 
 def _read_reward_sds(steps: int | None, options: Mapping[str, Any]) -> RewardSDS | None:
-    """Return the settings of RewardSDS; raise ValueError for its options without it."""
+    """Return the settings of RewardSDS."""
     if steps is None:
-        if options:
-            raise ValueError(f"--{next(iter(options))} is an option of --reward_sds: add it")
         return None
     named = {_SETTING_NAMES.get(name, name): value for name, value in options.items()}
     return RewardSDS(steps=steps, **named)

@@ -315,7 +315,7 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
         ({"rewards": []}, "rewards is empty"),
         (
             {"rewards": [{"class_path": "tests.fixtures.pixel.Redness", "weight": {"redness": 1}}]},
-            "reward 'redness' scores images; VideoPixel makes videos",
+            "reward 'redness' needs image, and VideoPixel gives fps and video",
         ),
         ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),
         ({"num_frames": 0}, "num_frames is 0"),

@@ -57,7 +57,7 @@ def test_names_are_printed_without_markup_and_emoji(name, capsys):
 # Numbers of the command line: every one has a range, and says it ----------------------------------
 
 
-CHECKED_BY_THEIR_VERB = {"--min_gap", "--tolerance", "--held_out", "--max_failed_fraction"}
+CHECKED_BY_THEIR_VERB = {"--min_gap", "--tolerance", "--max_failed_fraction"}
 """Shares and gaps, which other options decide about."""
 
 

@@ -116,11 +116,11 @@ def test_check_plans_for_many_processes_in_one(launched, monkeypatch):
         (["train", SHAPES, "--processes", "2", "--resume", "none/such"], "none/such"),
         (
             ["train", SHAPES, "--restarts", "1", "--overwrite"],
-            "--restarts continues from the newest",
+            "--restarts excludes --overwrite",
         ),
-        (["train", SHAPES, "--nodes", "2"], "--nodes is 2 and --rendezvous is not given"),
+        (["train", SHAPES, "--nodes", "2"], "--nodes needs --rendezvous HOST:PORT"),
         (["train", SHAPES, "--rendezvous", "10.0.0.1"], "it must be host:port"),
-        (["train", SHAPES, "--address", "auto"], "--address auto needs --executor ray"),
+        (["train", SHAPES, "--address", "auto"], "--address needs --executor ray"),
         (
             [
                 *("train", SHAPES, "--processes", "2", "--nodes", "2", "--rendezvous", "h:1"),
@@ -154,7 +154,7 @@ def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == ""
     assert launched(*argv, "3") == []
     assert (
-        "--processes is 3, but RANK is set, so a launcher has started 2: leave out"
+        "--processes is 3, but a launcher that sets RANK has started 2: leave it out"
         in capsys.readouterr().err
     )
 
