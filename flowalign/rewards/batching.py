@@ -74,10 +74,9 @@ class Limits:
         require_ranges(self, "limits")
         needed = self.max_request_mb + self.max_request_mp * 1e6 * BYTES_PER_PIXEL / MIB
         if self.max_held_mb < needed:
-            raise ValueError(
-                f"max_held_mb is {self.max_held_mb:g}; the largest request needs {needed:.0f}: "
-                "raise it, or lower max_request_mb or max_request_mp"
-            )
+            remedy = "raise it, or lower max_request_mb or max_request_mp"
+            needs = f"the largest request needs {needed:.0f}"
+            raise ValueError(f"max_held_mb is {self.max_held_mb:g}; {needs}: {remedy}")
 
     def check_pixels(self, shapes: Sequence[Sequence[int]]) -> int:
         """Return the bytes of decoded images with shapes (..., channels, height, width).

@@ -110,10 +110,10 @@ def load(model: RewardModel) -> None:
     try:
         if isinstance(model, Loadable):
             model.load()
-    except (ValueError, OSError):
-        raise
     # A plug-in may raise anything: the user gets its name and text.
     except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError | OSError):
+            raise
         described = describe_error(error, _file_of(model))
         raise RewardError(model.spec, f"could not be loaded: {described}") from error
 
@@ -126,10 +126,9 @@ def check_default_dtype(models: Sequence[CheckedReward]) -> None:
     """
     default = torch.get_default_dtype()
     if names := [repr(model.spec.name) for model in models if model.left_dtype == default]:
-        raise RewardFailure(
-            f"reward {' or '.join(names)} left torch's default dtype at {default}, which changes "
-            "other rewards and the noise.\nSet it back to torch.float32 before score returns."
-        )
+        remedy = "which changes the noise: set torch.float32 before score returns"
+        who = f"reward {' or '.join(names)}"
+        raise RewardFailure(f"{who} left torch's default dtype at {default}, {remedy}")
 
 
 def check_spec(model: RewardModel) -> None:
@@ -138,10 +137,8 @@ def check_spec(model: RewardModel) -> None:
     if not isinstance(spec, RewardSpec):
         raise ValueError(f"reward {name} has the spec {spec!r}; its __init__ must set a RewardSpec")
     if isinstance(spec.dims, str) or not spec.dims:
-        raise ValueError(
-            f"reward {spec.name!r} has the dims {spec.dims!r}; "
-            "they must be a tuple of at least one name, such as ('warmth',)"
-        )
+        wanted = "they must be a tuple of at least one name, such as ('warmth',)"
+        raise ValueError(f"reward {spec.name!r} has the dims {spec.dims!r}; {wanted}")
 
 
 def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
@@ -154,20 +151,16 @@ def check_output(spec: RewardSpec, output: object, count: int) -> RewardOutput:
         RewardError: The output does not have one score per sample and dimension.
     """
     if not isinstance(output, RewardOutput):
-        raise RewardError(
-            spec,
-            f"returned {_describe_type(output)} instead of a RewardOutput: "
-            "end score with `return RewardOutput.build(self.spec, values)`",
-        )
+        wanted = "a RewardOutput: end score with `return RewardOutput.build(self.spec, values)`"
+        raise RewardError(spec, f"returned {_describe_type(output)} instead of {wanted}")
     shape = (count, len(spec.dims))
     columns = {"values": output.values, "valid": output.valid}
     if output.uncertainty is not None:
         columns["uncertainty"] = output.uncertainty
     for name, column in columns.items():
         if not isinstance(column, Tensor) or column.shape != shape or column.is_complex():
-            raise RewardError(
-                spec, f"returned {name} of {_describe_type(column)}, expected shape {shape}"
-            )
+            found = _describe_type(column)
+            raise RewardError(spec, f"returned {name} of {found}, expected shape {shape}")
     if output.valid.dtype != torch.bool:
         raise RewardError(spec, f"returned valid of {output.valid.dtype}, expected torch.bool")
     if not isinstance(output.reasons, Mapping) or set(output.reasons) - set(range(count)):
@@ -188,11 +181,8 @@ def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
         return  # all samples failed, so there are no maps
     wanted = {spec.name} if spec.maps else set()
     if {*output.maps} != wanted or any(len(places) != count for places in output.maps.values()):
-        raise RewardError(
-            spec,
-            f"returned the maps {sorted(output.maps)} for {count} samples, expected "
-            f"{sorted(wanted)}: set spec.maps, and give `build` places",
-        )
+        remedy = f"expected {sorted(wanted)}: set spec.maps, and give `build` places"
+        raise RewardError(spec, f"returned the maps {sorted(output.maps)} for {count}; {remedy}")
 
 
 def _mark_invalid(spec: RewardSpec, output: RewardOutput) -> RewardOutput:

@@ -29,6 +29,7 @@ from flowalign.types import (
 )
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs, stage
+from flowalign.utils.errors import require_known
 
 
 @dataclass
@@ -65,11 +66,7 @@ class Rewards:
         repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
         if repeated:
             raise ValueError(f"reward dimensions {repeated} come from more than one model")
-        if unknown := sorted(self.weight_of.keys() - set(self.dims)):
-            raise ValueError(
-                f"weights name unknown reward dimensions {unknown}; "
-                f"there are {', '.join(self.dims)}"
-            )
+        require_known("weights name the reward dimension", self.weight_of, self.dims)
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
         if not self.weights.isfinite().all():
             raise ValueError(f"weights of rewards must be finite numbers, got {self.weight_of}")
@@ -78,29 +75,27 @@ class Rewards:
         """Raise ValueError if there are no models, or all weights are 0."""
         if not self.models:
             raise ValueError("rewards is empty; name at least one reward model")
-        if not self.weights.any():
-            raise ValueError(
-                "no reward has a weight other than 0: set the weight of one of its dimensions in "
-                f"rewards; there are {', '.join(self.dims)}"
-            )
+        if not self.weighted_dims:
+            there = ", ".join(self.dims)
+            raise ValueError(f"no reward has a weight other than 0: set one of {there} in rewards")
+
+    @property
+    def weighted_dims(self) -> list[str]:
+        """Return the dimensions with a weight other than 0."""
+        return [dim for dim in self.dims if self.weight_of.get(dim)]
 
     def check_policy(self, policy: Policy, with_sound: bool = True) -> None:
-        """Raise ValueError if a model cannot score the media, or their frames alone."""
-        name, is_video = type(policy).__name__, policy.fps is not None
+        """Raise ValueError if a model needs media that the policy does not give here."""
+        gives = {"image"} if policy.fps is None else {"video", "fps"}
+        gives |= {"sound"} if policy.sound_decoder and with_sound else set()
         for spec in (model.spec for model in self.models):
-            problem = ""
-            if not is_video and "fps" in spec.needs:
-                problem = f"needs frames per second; {name} makes images"
-            elif not is_video and spec.modality == "video":
-                problem = f"scores videos; {name} makes images"
-            elif "sound" in spec.needs and not with_sound:
-                problem = "scores sound; only frames are scored here"
-            elif "sound" in spec.needs and not policy.sound_decoder:
-                problem = f"scores sound; {name} has none"
-            elif is_video and spec.modality == "image":
-                problem = f"scores images; {name} makes videos. Wrap it in reward_models.PerFrame"
-            if problem:
-                raise ValueError(f"reward {spec.name!r} {problem}")
+            needs = {*spec.needs} & {"fps", "sound"} | ({spec.modality} - {"any"})
+            if missing := sorted(needs - gives):
+                remedy = ": wrap it in reward_models.PerFrame" if missing == ["image"] else ""
+                raise ValueError(
+                    f"reward {spec.name!r} needs {' and '.join(missing)}, and "
+                    f"{type(policy).__name__} gives {' and '.join(sorted(gives))} here{remedy}"
+                )
 
     def load(self) -> None:
         """Load every model; raise ValueError for unusable weights or servers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowalign.rewards.checked import check_spec
 from flowalign.types import FiniteFloat, RewardModel
-from flowalign.utils.errors import ConfigError, convert_value_errors
+from flowalign.utils.errors import ConfigError, convert_value_errors, require_known
 from flowalign.utils.files import bundled
 from flowalign.utils.setting_errors import describe_wrong_kind
 from flowalign.utils.strict_yaml import read_yaml
@@ -38,16 +38,10 @@ class WeightedReward:
             weights |= self.weight
         elif self.weight is not None:
             if others:
-                raise ValueError(
-                    f"rewards: {self._name} has the weight {self.weight} and the dimensions "
-                    f"{', '.join(dims)}: give a weight per dimension, weight: {{{first}: 1.0}}"
-                )
+                remedy = f"for each of {', '.join(dims)}, such as weight: {{{first}: 1.0}}"
+                raise ValueError(f"rewards: weight of {self._name} is {self.weight}; give {remedy}")
             weights[first] = self.weight
-        if unknown := sorted(weights.keys() - set(dims)):
-            raise ValueError(
-                f"rewards: {self._name} has no dimensions {unknown} that its weight names; "
-                f"there are {', '.join(dims)}"
-            )
+        require_known(f"rewards: weight of {self._name} names", weights, dims)
         return weights
 
     def resolve(self) -> dict[str, Any]:
@@ -101,11 +95,10 @@ def _load_source(source: str) -> tuple[list[RewardModel], str]:
 
 def build_reward_models(content: object, source: str) -> tuple[list[RewardModel], str]:
     """Build the reward models of settings with one key `rewards:`; see `load_rewards`."""
-    if isinstance(content, dict) and (
-        wrong := describe_wrong_kind(RewardFile, content.keys(), source)
-    ):
+    keys = set(content) if isinstance(content, dict) else set()
+    if wrong := describe_wrong_kind(RewardFile, keys, source):
         raise ConfigError(wrong)
-    if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
+    if not isinstance(content, dict) or keys != {"rewards"} or not content["rewards"]:
         raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
     rewards = [_drop_weight(entry) for entry in content["rewards"]]
     folders = [path.parent] if (path := Path(bundled(source))).is_file() else []

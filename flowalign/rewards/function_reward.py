@@ -19,6 +19,7 @@ from flowalign.types import (
     RewardSpec,
     score_usable,
 )
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.live_objects import find_object
 from flowalign.utils.media.pixels import to_bytes, to_images
 
@@ -53,10 +54,8 @@ class CallableReward(RewardModel):
         name = name or str(getattr(function, "__name__", type(function).__name__))
         parameters = [*_signature(function, name).values()]
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-            raise ValueError(
-                f"reward {name} takes ({', '.join(p.name for p in parameters)}); its first "
-                "parameter must take the images, or the videos"
-            )
+            takes = f"({', '.join(p.name for p in parameters)})"
+            raise ValueError(f"reward {name} takes {takes}; the first must be images or videos")
         first, *others = parameters
         self._takes_videos = first.name in _VIDEOS
         self.images: Form = _find_form(first.annotation) or images
@@ -101,10 +100,8 @@ class CallableReward(RewardModel):
             if parameter.name in known:
                 inputs[parameter.name] = known[parameter.name]
             elif parameter.default is parameter.empty:
-                raise ValueError(
-                    f"reward {self.spec.name} takes {parameter.name}, which is no column of the "
-                    f"prompts; there are {', '.join(known)}"
-                )
+                what = f"reward {self.spec.name} takes {parameter.name}"
+                raise ValueError(f"{what}, no column of the prompts; there are {', '.join(known)}")
         return inputs
 
     def _list_scores(self, scores: Any, batch: MediaBatch) -> list[float]:
@@ -115,23 +112,18 @@ class CallableReward(RewardModel):
         found = found.tolist() if hasattr(found, "tolist") else found
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(batch):
             shown = f"{len(found)} scores" if isinstance(found, Sequence) else repr(found)[:60]
-            raise WrongScores(
-                f"reward {self.spec.name} returned {shown} for {len(batch)} samples; it must "
-                "return a list with a number, or None, per sample"
-            )
+            wanted = f"for {len(batch)} samples; it must return a number or None for each"
+            raise WrongScores(f"reward {self.spec.name} returned {shown} {wanted}")
         return [self._read_score(one, i, batch) for i, one in enumerate(found)]
 
     def _read_score(self, score: Any, i: int, batch: MediaBatch) -> float:
         one: Any = score
         if isinstance(score, list) and len(score) == 1:
             one = score[0]  # of a tensor with one column
-        try:
+        where = f"sample {i} (prompt {batch.prompts[i]!r:.60})"
+        wrong = f"reward {self.spec.name} returned {score!r:.60} for {where}, not a number or None"
+        with explain_errors(wrong, TypeError, ValueError):
             return math.nan if one is None else float(one)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"reward {self.spec.name} returned {score!r:.60} for sample {i} "
-                f"(prompt {batch.prompts[i]!r:.60}); it must be a number, or None"
-            ) from error
 
 
 class FunctionReward(CallableReward):
@@ -163,10 +155,8 @@ def find_reward(name: str) -> RewardModel:
 
 def _signature(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:
     called = function.forward if isinstance(function, nn.Module) else function
-    try:
+    with explain_errors(f"reward {name} has no readable signature", TypeError, ValueError):
         parameters = inspect.signature(called).parameters
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward {name} has no signature that can be read: {error}") from error
     return {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
 
 
@@ -179,10 +169,9 @@ def _find_form(annotation: Any) -> Form | None:
 
 
 def _import_function(path: str) -> Callable[..., Any]:
-    try:
+    problem = f"function {path!r} cannot be imported"
+    with explain_errors(problem, ImportError, AttributeError, ValueError):
         function = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"function {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise ValueError(f"function {path!r} is no function")
     return function

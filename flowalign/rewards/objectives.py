@@ -33,6 +33,7 @@ from flowalign.types import (
     require_ranges,
 )
 from flowalign.types.trajectory import Completion
+from flowalign.utils.errors import require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +62,11 @@ class LogSigmoidCentred:
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError unless exactly the weighted dimensions have a reference."""
-        weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
-        named = [*self.reference, *self.reference_columns]
-        if sorted(weighted) != sorted(named):
+        named = sorted([*self.reference, *self.reference_columns])
+        if sorted(rewards.weighted_dims) != named:
             raise ValueError(
-                f"value_transform.reference names {', '.join(sorted(named)) or 'nothing'}; it "
-                f"needs a number, or reference_columns a column, for each of "
-                f"{', '.join(sorted(weighted))}"
+                f"value_transform.reference and reference_columns name {', '.join(named) or 'none'}"
+                f"; they must name each of {', '.join(sorted(rewards.weighted_dims))} once"
             )
 
     def check_requests(self, located: Iterable[tuple[str, Request]]) -> None:
@@ -76,10 +75,8 @@ class LogSigmoidCentred:
             for dim, column in self.reference_columns.items():
                 found = request.metadata.get(column)
                 if not _is_number(found):
-                    raise ValueError(
-                        f"{where}: {column} is {found!r}; value_transform.reference_columns needs "
-                        f"a number, the reward {dim} that is good enough for this request"
-                    )
+                    needs = f"value_transform.reference_columns needs a number, a good {dim}"
+                    raise ValueError(f"{where}: {column} is {found!r}; {needs}")
 
     def __call__(
         self, values: Float[Tensor, "n *m R"], dims: Sequence[str], requests: Sequence[Request]
@@ -168,12 +165,8 @@ class Thresholds:
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError for a dimension that is unknown or has no weight."""
-        weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
-        if unknown := sorted(set(self.at) - set(weighted)):
-            raise ValueError(
-                f"thresholds name {', '.join(unknown)}; weighted dimensions are "
-                f"{', '.join(weighted)}"
-            )
+        what = "thresholds.at needs weighted dimensions, not"
+        require_known(what, self.at, rewards.weighted_dims)
 
     def start(self, dims: Sequence[str]) -> Multipliers:
         """Return the initial multipliers; dimensions without a threshold have threshold NaN."""
@@ -220,20 +213,16 @@ class ControlWords:
     def __post_init__(self) -> None:
         """Raise ValueError for a list without words."""
         require_ranges(self, "recipe.relative")
-        for name in ("wanted", "unwanted"):
-            if not getattr(self, name) or not all(getattr(self, name)):
-                raise ValueError(
-                    f"recipe.relative.{name} is {getattr(self, name)}; give at least one word"
-                )
+        for name, words in (("wanted", self.wanted), ("unwanted", self.unwanted)):
+            if not words or not all(words):
+                raise ValueError(f"recipe.relative.{name} is {words}; give at least one word")
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError if a weighted reward does not read prompts."""
         deaf = [m.spec.name for m in rewards.weighted().models if "prompt" not in m.spec.needs]
         if deaf:
-            raise ValueError(
-                f"recipe.relative compares prompts, which reward {deaf[0]!r} does not read: "
-                "set it to null, or weigh rewards that need a prompt"
-            )
+            remedy = "set it to null, or weigh rewards that read prompts"
+            raise ValueError(f"recipe.relative is set, and {deaf[0]!r} reads no prompt: {remedy}")
 
     def score(
         self, rewards: Rewards, batch: MediaBatch, step: int, inverted: bool, place: float

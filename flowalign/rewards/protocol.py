@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardOutput, RewardSpec
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import parse_json
 from flowalign.utils.media.media import MediaProblem
 from flowalign.utils.media.pixels import count_frames, explain_damage, to_rgb
@@ -34,8 +35,6 @@ CONTENT_TYPE = "application/x-flowalign"
 Pieces = list[bytes | memoryview]
 """Message in pieces that share the memory of the tensors."""
 
-_ADDRESS = ("request_id", "model", "deadline_s")
-_JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
 
@@ -93,11 +92,9 @@ def read_request(
         PIL.Image.DecompressionBombError: An image exceeds Pillow's size limit.
     """
     if content_type.startswith(CONTENT_TYPE):
-        try:
+        kinds = SafetensorError, KeyError, TypeError, UnicodeDecodeError
+        with explain_errors("not a message of flowalign", *kinds):
             header, tensors = _open_safetensors(body)
-        except (SafetensorError, KeyError, TypeError, UnicodeDecodeError) as error:
-            name = type(error).__name__
-            raise ValueError(f"not a message of flowalign: {name} {error}") from error
         reserve([tensor.shape for tensor in tensors.values()])
         return header, _decode_tensors(tensors, header)
     header, images = _open_json(body)
@@ -117,9 +114,8 @@ def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Compare the counts with the tensors before making names: a client may send a huge count.
     counts = sum(header["references"]), sum(header["masks"])
     if sum(counts) != len(tensors) - 1:
-        raise ValueError(
-            f"{len(tensors) - 1} reference images, but {counts[0]} and {counts[1]} masks declared"
-        )
+        declared = f"{counts[0]} and {counts[1]} masks declared"
+        raise ValueError(f"{len(tensors) - 1} reference images, but {declared}")
     names = [f"reference.{i}.{j}" for i, n in enumerate(header["references"]) for j in range(n)]
     names += [f"mask.{i}" for i, has_mask in enumerate(header["masks"]) if has_mask]
     for name in ("media", *names):
@@ -173,16 +169,13 @@ def _check_range(name: str, tensor: Tensor) -> None:
         return
     lowest, highest = (x.item() for x in tensor.nan_to_num(0.5, 0.5, 0.5).aminmax())
     if lowest < -_ROUNDING or highest > 1 + _ROUNDING:
-        raise ValueError(
-            f"{name} has values in [{lowest:g}, {highest:g}], expected float32 in [0, 1] or uint8"
-        )
+        expected = "expected float32 in [0, 1] or uint8"
+        raise ValueError(f"{name} has values in [{lowest:g}, {highest:g}], {expected}")
 
 
 def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
-    try:
+    with explain_errors("not JSON"):
         header = parse_json(body)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(header, dict) or "images" not in header:
         raise ValueError("need a JSON object with prompts and images")
     texts = header["images"]
@@ -190,10 +183,8 @@ def _open_json(body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
         raise ValueError(f"images must be a list of base64 texts, got {texts!r:.60}")
     header.setdefault("prompts", [""] * len(texts))
     _check_header(header, _JSON_KEYS, len(texts))
-    try:
+    with explain_errors("an image is not base64"):
         files = [base64.b64decode(text, validate=True) for text in header.pop("images")]
-    except ValueError as error:
-        raise ValueError(f"an image is not base64: {error}") from error
     return header, [_open_image(file) for file in files]
 
 
@@ -226,20 +217,11 @@ def _check_header(header: dict[str, Any], known: set[str], count: int) -> None:
     """Raise ValueError unless a request is well-formed; absent columns become empty lists."""
     if unknown := sorted(header.keys() - known):
         raise ValueError(f"unknown keys {unknown[:5]!r:.200}; there are {', '.join(sorted(known))}")
-    for name in ("request_id", "model"):
-        value = header.get(name)
-        if value is not None and not (isinstance(value, str) and len(value) <= _LONGEST_ID):
-            expected = f"a text of up to {_LONGEST_ID} letters"
-            raise ValueError(f"{name} must be {expected}, got {value!r:.60}")
-    seconds = header.get("deadline_s")
-    if seconds is not None and not _is_positive(seconds):
-        raise ValueError(f"deadline_s must be a number of seconds above 0, got {seconds!r:.60}")
+    for name, (fits, words) in _OPTIONS.items():
+        if (value := header.get(name)) is not None and not fits(value):
+            raise ValueError(f"{name} must be {words}, got {value!r:.60}")
     if count < 1:
         raise ValueError("a request needs at least one sample")
-    _check_columns(header, count)
-
-
-def _check_columns(header: dict[str, Any], count: int) -> None:
     for name, (fits, words) in _COLUMNS.items():
         column = header.setdefault(name, [])
         if not isinstance(column, list) or not all(map(fits, column)):
@@ -257,7 +239,18 @@ def _is_positive(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
-_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_ID
+
+
+_Kind = tuple[Callable[[object], bool], str]
+"""Test of a value, and the words for values that pass it."""
+_OPTIONS: dict[str, _Kind] = {
+    "request_id": (_is_name, f"a text of up to {_LONGEST_ID} letters"),
+    "model": (_is_name, f"a text of up to {_LONGEST_ID} letters"),
+    "deadline_s": (_is_positive, "a number of seconds above 0"),
+}
+_COLUMNS: dict[str, _Kind] = {
     "prompts": (lambda entry: isinstance(entry, str), "texts"),
     "metadata": (lambda entry: isinstance(entry, dict), "JSON objects"),
     "fps": (_is_positive, "numbers above 0"),
@@ -265,7 +258,8 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "references": (_is_count, "whole numbers from 0"),
     "masks": (lambda entry: isinstance(entry, bool), "true or false"),
 }
-_BINARY_KEYS = {"version", *_COLUMNS, *_ADDRESS}
+_BINARY_KEYS = {"version", *_COLUMNS, *_OPTIONS}
+_JSON_KEYS = {"prompts", "images", "metadata", *_OPTIONS}
 
 
 def spec_to_json(spec: RewardSpec) -> dict[str, Any]:
@@ -290,7 +284,8 @@ def output_to_json(output: RewardOutput) -> dict[str, Any]:
 def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput:
     """Decode the scores of `count` samples; raise ValueError if the answer is malformed."""
     shape = count, len(spec.dims)
-    try:
+    kinds = KeyError, IndexError, TypeError, AttributeError
+    with explain_errors("not an answer of a reward server", *kinds):
         values, spread = _restore_nan(content["values"], shape), content["uncertainty"]
         reasons = {int(i): str(why) for i, why in content["reasons"].items()}
         extras, maps = content["extras"], content["maps"]
@@ -298,8 +293,6 @@ def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput
         places = None if maps is None else _map_from_json(maps, count)
         # A reason of a sample that has some scores is that of the missing ones.
         failed = {i: why for i, why in reasons.items() if not values[i].isnan().any()}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an answer of a reward server: {error!r}") from error
     if len(extras) not in (0, count):
         raise ValueError(f"the server answered {len(extras)} extras for {count} samples")
     output = RewardOutput.build(spec, values, failed, uncertainty, extras, places)

@@ -30,6 +30,7 @@ from flowalign.rewards.batching import (
 from flowalign.rewards.protocol import VERSION, output_to_json, read_request, spec_to_json
 from flowalign.types import MediaBatch, RewardModel
 from flowalign.utils.console import say
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.hosts import is_foreign
 
 RETRY_AFTER_S = 1
@@ -119,10 +120,9 @@ class Service:
                 raise Refusal(422, str(mistake)) from error
             say(f"error: {error}")  # the log keeps paths that answers to clients omit
             raise Refusal(500, str(error)) from error
-        try:
+        refuse = partial(Refusal, 500)
+        with explain_errors("extras of the reward are not JSON", TypeError, ValueError, to=refuse):
             return json.dumps(output_to_json(output), allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise Refusal(500, f"extras of the reward are not JSON: {error}") from error
 
 
 def shorten_paths(text: str) -> str:
@@ -241,23 +241,18 @@ def start_queues(models: Sequence[RewardModel], limits: Limits) -> list[Queue]:
     if len(set(names)) < len(names):
         raise ValueError(f"two models are both named {max(names, key=names.count)!r}")
     if deaf := [model.spec.name for model in models if "sound" in model.spec.needs]:
-        raise ValueError(
-            f"reward {deaf[0]!r} scores sound, which requests cannot hold: use it in the run, "
-            "without a server"
-        )
+        remedy = "which requests cannot hold: use it without a server"
+        raise ValueError(f"reward {deaf[0]!r} scores sound, {remedy}")
     return [Batcher(model, limits) for model in models]
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address; raise ValueError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    remedy = "choose another --host, or --port 0 for any free port"
+    problem = f"cannot serve on host {host!r}, port {port} ({remedy})"
+    with explain_errors(problem, OSError, UnicodeError):
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"cannot serve on host {host!r}, port {port}: {error}; "
-            "choose another --host, or --port 0 for any free port"
-        ) from error
 
 
 def build_server(

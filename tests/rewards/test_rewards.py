@@ -196,7 +196,7 @@ def test_log_sigmoid_centred_by_hand_and_only_where_named():
 def test_a_transform_needs_a_reference_for_each_weighted_dimension_and_no_other():
     rewards = new_rewards()
     LogSigmoidCentred(reference={"redness": 0.1}).check(rewards)
-    with pytest.raises(ValueError, match=r"names green; it needs a number, .*for each of redness"):
+    with pytest.raises(ValueError, match=r"name green; they must name each of redness"):
         LogSigmoidCentred(reference={"green": 0.1}).check(rewards)
 
 
@@ -226,10 +226,10 @@ def test_a_request_without_its_reference_is_named_with_its_row():
     transform = LogSigmoidCentred(reference_columns={"redness": "usual"})
     transform.check(new_rewards())
     both = LogSigmoidCentred(reference={"redness": 0.0}, reference_columns={"redness": "usual"})
-    with pytest.raises(ValueError, match="names redness, redness; it needs"):
+    with pytest.raises(ValueError, match="name redness, redness; they must name"):
         both.check(new_rewards())
     rows = [("p:1", Request("a", metadata={"usual": 2})), ("p:2", Request("b"))]
-    with pytest.raises(ValueError, match=r"p:2: usual is None; .* the reward redness"):
+    with pytest.raises(ValueError, match=r"p:2: usual is None; .* a good redness"):
         transform.check_requests(rows)
     for nonsense in (math.nan, True, "high"):
         with pytest.raises(ValueError, match=r"p:1: usual is"):
@@ -286,7 +286,7 @@ def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
 
 
 def test_thresholds_refuse_unweighted_dimensions():
-    with pytest.raises(ValueError, match="thresholds name green; weighted dimensions are redness"):
+    with pytest.raises(ValueError, match="weighted dimensions, not 'green'; there are redness"):
         Thresholds(at={"green": 1.0}).check(new_rewards())
     with pytest.raises(ValueError, match="threshold of at least one dimension"):
         Thresholds(at={})

@@ -154,9 +154,13 @@ def test_pictures_have_no_frame_rate():
 def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights():
     pictures, videos = PixelPolicy(), Slides()
     for model, policy, message in (
-        (DynamicDegree(), pictures, "'dynamic_degree' needs frames per second; PixelPolicy"),
-        (FlowSmoothness(), pictures, "'flow_smoothness' scores videos; PixelPolicy makes images"),
-        (Redness(), videos, r"'redness' scores images; Slides .*models\.PerFrame"),
+        (DynamicDegree(), pictures, "'dynamic_degree' needs .*PixelPolicy gives image"),
+        (
+            FlowSmoothness(),
+            pictures,
+            "'flow_smoothness' needs .*PixelPolicy gives image",
+        ),
+        (Redness(), videos, r"'redness' needs image, and Slides gives .*models\.PerFrame"),
     ):
         with pytest.raises(ValueError, match=message):
             Rewards([model], {}).check_policy(policy)
@@ -338,9 +342,9 @@ def test_sound_stays_with_its_clip_in_parts_and_joined_batches():
 
 def test_rewards_of_sound_are_refused_where_there_is_none():
     rewards = Rewards([loudness()], {"loud": 1.0})
-    with pytest.raises(ValueError, match="'loudness' scores sound; VideoPixel has none"):
+    with pytest.raises(ValueError, match="needs sound, and VideoPixel gives fps and video here"):
         rewards.check_policy(VideoPixel())
-    with pytest.raises(ValueError, match="'loudness' scores sound; only frames are scored here"):
+    with pytest.raises(ValueError, match=r"'loudness' needs sound, and .* gives fps and video"):
         rewards.check_policy(Humming(), with_sound=False)
     with pytest.raises(ValueError, match="'loudness' scores sound, which requests cannot hold"):
         start_queues([loudness()], Limits())
@@ -419,7 +423,7 @@ def test_a_chunk_that_failed_has_no_map():
 
 def test_a_declared_map_must_come_and_no_other():
     for model, maps, message in (
-        (Redness(), True, r"returned the maps \[\] for 3 samples"),
+        (Redness(), True, r"returned the maps \[\] for 3; "),
         (Mapped(), False, r"expected \[\]"),
     ):
         model.spec = replace(model.spec, maps=maps)
