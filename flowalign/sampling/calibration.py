@@ -23,6 +23,7 @@ from flowalign.functional.noise_calibration import (
     paper_rule,
 )
 from flowalign.types import PositiveFloat, PositiveInt, require_ranges
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import read_object, write_text
 
 Rule = Literal["damped", "paper"]
@@ -69,10 +70,8 @@ class Calibration:
         """Reject unknown rules and settings outside their ranges."""
         require_ranges(self, "calibration")
         if self.rule == "damped" and self.threshold is not None and self.threshold >= 1:
-            raise ValueError(
-                f"calibration.threshold is {self.threshold}; "
-                "the damped rule takes a share, above 0 and below 1"
-            )
+            share = "the damped rule takes a share, above 0 and below 1"
+            raise ValueError(f"calibration.threshold is {self.threshold}; {share}")
 
     def settings(self) -> dict[str, Any]:
         """Return all settings except the number of iterations, with the defaults of the rule."""
@@ -173,12 +172,11 @@ def calibrate(
 
 def read_calibration(path: Path) -> History:
     """Read the calibration in a file; raise ValueError if it holds none."""
-    try:
+    kinds = OSError, ValueError, TypeError, KeyError, AttributeError
+    with explain_errors(f"{path} holds no calibration", *kinds):
         content = read_object(path)
         rows = [Iteration(**row) for row in content.pop("iterations")]
         return History(**content, iterations=rows)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} holds no calibration: {error}") from error
 
 
 def _resume(path: Path, fresh: History, num_iterations: int) -> History:
@@ -191,15 +189,10 @@ def _resume(path: Path, fresh: History, num_iterations: int) -> History:
         if stored.get(name) != current.get(name)
     ]
     if other:
-        raise ValueError(
-            f"{path} holds a calibration with {', '.join(other)}.\n"
-            "Choose another file, delete this one, or calibrate with its settings."
-        )
-    if len(held.iterations) > num_iterations:
-        raise ValueError(
-            f"calibration.iterations is {num_iterations}, but {path} already holds "
-            f"{len(held.iterations)}"
-        )
+        remedy = "Choose another file, delete this one, or calibrate with its settings."
+        raise ValueError(f"{path} holds a calibration with {', '.join(other)}.\n{remedy}")
+    if (count := len(held.iterations)) > num_iterations:
+        raise ValueError(f"calibration.iterations is {num_iterations}, but {path} holds {count}")
     return held
 
 

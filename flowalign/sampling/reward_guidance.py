@@ -26,6 +26,7 @@ from flowalign.types import (
     Range,
 )
 from flowalign.types.trajectory import take_rows
+from flowalign.utils.errors import require_known
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,5 @@ def compute_gradient(
 
 def check_dims(reward: LatentReward, weights: Mapping[str, float]) -> None:
     """Raise ValueError if weights are all 0 or contain unknown reward dimensions."""
-    unknown = sorted(set(weights) - set(reward.dims))
-    if unknown or not any(weights.values()):
-        raise ValueError(
-            f"weights name {unknown or 'no dimension with a weight'}; the latent reward has "
-            + ", ".join(reward.dims)
-        )
+    weighted = [dim for dim, weight in weights.items() if weight] or ["none"]
+    require_known("weights of a latent reward name", [*weights, *weighted], reward.dims)

@@ -62,10 +62,9 @@ class RewardSDS:
         """Reject too few noises for the weighting, and levels that do not increase."""
         require_ranges(self, "reward_sds")
         if self.noises < (fewest := FEWEST_NOISES[self.weighting]):
-            raise ValueError(
-                f"reward_sds.noises is {self.noises}, but weighting {self.weighting} needs at "
-                f"least {fewest}: raise it, or choose best, softmax or none"
-            )
+            needs = f"weighting {self.weighting} needs at least {fewest}"
+            remedy = "raise it, or choose best, softmax or none"
+            raise ValueError(f"reward_sds.noises is {self.noises}, but {needs}: {remedy}")
         if not self.levels[0] < self.levels[1]:
             raise ValueError(f"reward_sds.levels is {list(self.levels)}; the first must be lower")
 

@@ -23,6 +23,7 @@ from flowalign.types import (
     require_ranges,
 )
 from flowalign.types.trajectory import Completion
+from flowalign.utils.errors import refuse_conflicts, require_default
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 StepNoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=1000)]
@@ -106,31 +107,15 @@ class Sampling:
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "sampling")
         if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
-            raise ValueError(
-                f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
-                "give one number, or one for each step"
-            )
-        defaults = {one.name: one.default for one in fields(Sampling)} | {"branching": Chain()}
-        for name, other, why in _CONFLICTS:
-            given = getattr(self, name), getattr(self, other)
-            if given[0] != defaults[name] and given[1] != defaults[other]:
-                raise ValueError(
-                    f"sampling.{name} is {given[0]} and {other} is {given[1]}, but {why}: set one "
-                    "of them to its default"
-                )
-
-    def refuse_precision(self, key: str, reason: str) -> None:
-        """Raise ValueError if `precision` is set."""
-        if self.precision is not None:
-            raise ValueError(f"{key}.sampling.precision is {self.precision}, but {reason}")
+            levels = f"{len(self.eta)} levels for {self.num_steps} steps"
+            raise ValueError(f"sampling.eta has {levels}; give one number, or one for each step")
+        refuse_conflicts(self, "sampling", _CONFLICTS)
 
     def check_precision(self, key: str, policy: Policy) -> None:
         """Raise ValueError if `precision` is set but not lower than the policy's precision."""
-        if policy.precision != "fp32":
-            self.refuse_precision(key, f"policy.precision is {policy.precision}: set it to null")
-        if policy.network is None:
-            name = type(policy).__name__
-            self.refuse_precision(key, f"{name} has one precision: set it to null")
+        if policy.precision != "fp32" or policy.network is None:
+            reason = f"{type(policy).__name__} computes in {policy.precision} only"
+            require_default(self, f"{key}.sampling", reason, "precision")
 
     def _levels_at(self, steps: Sequence[int]) -> Float[Tensor, "T"]:
         eta, chosen = torch.zeros(self.num_steps, dtype=torch.float32), list(steps)
@@ -163,10 +148,8 @@ class Sampling:
             ValueError: The branching does not fit the number of samples or the steps.
         """
         if self.merge is not None and len(steps) != 1:
-            raise ValueError(
-                f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
-                "set it to null, or recipe.sampling.sde_window to one of size 1"
-            )
+            remedy = "set it to null, or recipe.sampling.sde_window to one of size 1"
+            raise ValueError(f"sampling.merge needs 1 step, the window has {len(steps)}: {remedy}")
         seeds, shared = self.seeds_per_prompt, self.untrained_steps == "shared_sde"
         eta = self._levels_at(self.stochastic(steps))
         if seeds is None:
@@ -176,10 +159,8 @@ class Sampling:
         if shared:
             arranged = replace(arranged, eta=eta.expand(self.samples_per_prompt, -1))
         if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
-            raise ValueError(
-                f"sampling.eta is {self.eta}, up to {loudest:g} in branches; "
-                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}: lower it"
-            )
+            most = f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}"
+            raise ValueError(f"sampling.eta is {self.eta}, up to {loudest:g} in branches; {most}")
         return arranged
 
     def as_combs(self, combs: int, children: int, window: int) -> "Sampling":
@@ -200,15 +181,15 @@ class Sampling:
         return len(self.layout(steps).rows.source_row[:, 0].unique())
 
 
-_CONFLICTS = (
-    ("reward_guidance", "frame_window", "the gradient pushes all frames"),
-    ("reward_guidance", "tail_ratio", "the gradient pushes single steps of first order"),
-    ("merge", "tail_ratio", "both move points of the schedule"),
-    ("untrained_steps", "branching", "noise outside the window needs branching Chain"),
-    ("untrained_steps", "merge", "this needs untrained steps without noise"),
-    ("untrained_steps", "tail_ratio", "this needs untrained steps without noise"),
-)
-"""Pairs of settings that exclude each other, and why."""
+_CONFLICTS = {
+    "reward_guidance": (
+        "pushes all frames, and single steps of first order",
+        ("frame_window", "tail_ratio"),
+    ),
+    "merge": ("moves points of the schedule", ("tail_ratio",)),
+    "untrained_steps": ("adds noise outside the window", ("branching", "merge", "tail_ratio")),
+}
+"""Settings that others exclude, by the other, with what that does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from flowalign.training.learner import Learner
 from flowalign.types import NonNegativeInt, PositiveInt, Settings
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import digest_file, sync_file, sync_tree
 from flowalign.utils.imports import LazyModule
 
@@ -159,14 +160,11 @@ def _way_out(folder: Path) -> str:
 def check_start(path: str, key: str) -> None:
     """Raise ValueError unless the weights of a checkpoint are intact; `key` names its setting."""
     if not Path(path).is_dir():
-        raise ValueError(
-            f"{key}: the checkpoint {path!r} does not exist (looked in {Path.cwd()}): train it "
-            "first, or name a folder such as runs/RUN/checkpoints/step-000100"
-        )
-    try:
+        remedy = "name a folder such as runs/RUN/checkpoints/step-000100"
+        looked = f"(looked in {Path.cwd()})"
+        raise ValueError(f"{key}: the checkpoint {path!r} does not exist {looked}: {remedy}")
+    with explain_errors(key):
         check_weights(Path(path))
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
 
 
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
@@ -249,10 +247,8 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     differ = {n for n in names ^ wanted.keys() if "optimizer." not in n}
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
-        raise ValueError(
-            f"checkpoint {folder} belongs to another model or adapter: "
-            f"{len(differ)} tensors differ,\nfor example {min(differ)}"
-        )
+        other = f"{len(differ)} tensors differ,\nfor example {min(differ)}"
+        raise ValueError(f"checkpoint {folder} belongs to another model or adapter: {other}")
     _write_back(learner, got, loop)
     return loop
 
@@ -342,10 +338,8 @@ def check_moments(kind: str, names: Collection[str]) -> None:
     found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
     if found and ("state1" in found) != (kind == "adamw_8bit"):
         before = "in 8 bits" if "state1" in found else "in float32"
-        raise ValueError(
-            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
-            "the checkpoint's run"
-        )
+        remedy = "set the kind of the checkpoint's run"
+        raise ValueError(f"optimizer.kind is {kind}, but the checkpoint's is {before}: {remedy}")
 
 
 def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner, Optimizer
-from flowalign.types import ModelPlan, Policy, PromptConditioning, RewardModel
+from flowalign.types import ModelPlan, Policy, PromptConditioning, Request, RewardModel
 
 Stage = Literal["always", "encoding", "sampling", "updating", "verifying", "main"]
 """Stage of a run in which memory is used. always: in all stages. main: main memory instead of
@@ -117,9 +117,8 @@ def check_prompts_per_step(key: str, prompts_per_step: int, world: int) -> None:
     `key` is the key of the settings in run files.
     """
     if prompts_per_step < world:
-        raise ValueError(
-            f"{key}.prompts_per_step is {prompts_per_step}, fewer than the {world} processes"
-        )
+        few = f"fewer than the {world} processes"
+        raise ValueError(f"{key}.prompts_per_step is {prompts_per_step}, {few}")
 
 
 def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str]:
@@ -164,11 +163,23 @@ class RunContext:
     conditioning: PromptConditioning | None = None
     """Conditioning added to the prompts. None: plain prompts."""
 
-    def check_conditioning(self) -> None:
-        """Raise ValueError if the conditioning uses dimensions without a reward."""
-        if self.conditioning:
-            weights = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
-            self.conditioning.check(self.policy, dict(weights))
+    def check_conditioning(self) -> bool:
+        """Return whether the conditioning trains each prompt on its own rewards.
+
+        Raises:
+            ValueError: It uses dimensions without a reward.
+        """
+        if not self.conditioning:
+            return False
+        weights = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
+        self.conditioning.check(self.policy, dict(weights))
+        asked = self.conditioning.for_rollout(Request("a prompt"), 0).conditioned
+        return bool(asked and asked.dims)
+
+    def check_weights(self, key: str, weights: str) -> None:
+        """Raise ValueError if a setting chooses averaged weights that the run does not keep."""
+        if weights == "ema" and not self.has_ema:
+            raise ValueError(f"{key} is ema, but ema is null; set ema, or policy")
 
 
 class Loop(ABC):
@@ -253,10 +264,9 @@ class Recipe(ABC):
             ValueError: The recipe is not tested with `sharding.context_degree`, or needs all tokens
                 on one process.
         """
-        raise ValueError(
-            f"sharding.context_degree was not tested with the recipe {type(self).__name__}; "
-            "set it to 1, or take PolicyGradient or Matching"
-        )
+        remedy = "set it to 1, or take PolicyGradient or Matching"
+        name = type(self).__name__
+        raise ValueError(f"sharding.context_degree was not tested with recipe {name}: {remedy}")
 
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:

@@ -36,6 +36,7 @@ from flowalign.types import (
     Request,
     require_ranges,
 )
+from flowalign.utils.errors import require_default, require_known
 from flowalign.utils.files import read_object, write_json
 
 Action = Literal["warn", "stop", "roll_back"]
@@ -75,30 +76,23 @@ class Watch:
         """Reject settings outside their ranges, and repeated metrics."""
         require_ranges(self, "evaluation.watch")
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
-            raise ValueError(
-                f"evaluation.watch.metrics is {self.metrics}; name each metric once, at least one"
-            )
-        if (KL in self.metrics) != (self.kl_limit is not None):
-            raise ValueError(
-                f"evaluation.watch.metrics is {self.metrics} and kl_limit is {self.kl_limit};\n"
-                "set kl_limit if kl is among the metrics, and only then"
-            )
+            each = "name each metric once, at least one"
+            raise ValueError(f"evaluation.watch.metrics is {self.metrics}; {each}")
+        if KL in self.metrics and self.kl_limit is None:
+            raise ValueError("evaluation.watch.kl_limit is null, but kl is a metric: set it")
+        if KL not in self.metrics:
+            require_default(self, "evaluation.watch", "kl is not among the metrics", "kl_limit")
 
     def check(self, weights: Mapping[str, float], every: int) -> None:
         """Raise ValueError unless the run measures all metrics, and optimises none of them."""
         unweighted = [dim for dim, weight in weights.items() if not weight]
         known = [*unweighted, DIVERSITY, KL, *SIGNALS]
-        if unknown := [name for name in self.metrics if name not in known]:
-            why = "has a weight" if unknown[0] in weights else "is not measured"
-            raise ValueError(
-                f"evaluation.watch.metrics: {unknown[0]} {why};\nthere are {', '.join(known)}"
-            )
+        what = "evaluation.watch.metrics must be measured and have no weight, not"
+        require_known(what, self.metrics, known)
         if not any(weights.values()):
             raise ValueError("evaluation.watch needs a reward with a weight, which may be hacked")
         if every == 0:
-            raise ValueError(
-                "evaluation.watch compares evaluations during training: set evaluation.every"
-            )
+            raise ValueError("evaluation.watch compares evaluations: set evaluation.every above 0")
 
 
 @dataclass(frozen=True)

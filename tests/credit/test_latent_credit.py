@@ -69,7 +69,7 @@ def test_a_weight_that_the_latent_reward_does_not_score_is_refused():
     reward = LatentRedness()
     reward.dims = ("green", "other")
     run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
-    with pytest.raises(ValueError, match=r"give a weight to redness, which it does not score"):
+    with pytest.raises(ValueError, match=r"does not score the weighted reward 'redness'"):
         plan_step(new_recipe(credit=LatentGain(reward=reward)), run, run.policy.plan(), 1)
 
 
@@ -163,7 +163,7 @@ def test_the_loop_trains_on_process_rewards():
 
 
 def test_a_loss_that_would_ignore_process_rewards_is_refused():
-    with pytest.raises(ValueError, match=r"ProcessOutcome, which has process rewards. Only GRPO"):
+    with pytest.raises(ValueError, match=r"ProcessOutcome has process rewards: choose GRPO"):
         new_recipe(credit=ProcessOutcome(reward=LatentRedness()), algorithm=StepDPO())
 
 

@@ -462,14 +462,17 @@ def ode_from(policy, x, sigma, count, cond):
     [
         (
             {"untrained_steps": "sde", "branching": Tree()},
-            "is Tree.* needs branching Chain",
+            "is Tree, but untrained_steps sde .* set branching to Chain",
         ),
         (
             {"untrained_steps": "sde", "merge": 2.2},
-            "merge is 2.2, but this needs",
+            "merge is 2.2, but untrained_steps sde",
         ),
-        ({"untrained_steps": "shared_sde", "tail_ratio": 0.4}, "tail_ratio is 0.4, but this needs"),
-        ({"merge": 2.2, "tail_ratio": 0.4}, "merge is 2.2 and tail_ratio is 0.4, but both move"),
+        (
+            {"untrained_steps": "shared_sde", "tail_ratio": 0.4},
+            "0.4, but untrained_steps",
+        ),
+        ({"merge": 2.2, "tail_ratio": 0.4}, "tail_ratio is 0.4, but merge 2.2 moves"),
     ],
 )
 def test_noise_outside_the_window_that_fits_nothing_is_refused(settings, message):

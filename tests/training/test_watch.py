@@ -74,7 +74,7 @@ def test_kl_is_tested_against_its_limit():
         verdict = judge(cfg, base, now, 1, 1)
         assert bool(verdict.alarm) == alarm
     for metrics, limit in ((["kl"], None), (["diversity"], 0.2)):
-        with pytest.raises(ValueError, match="set kl_limit if kl is among the metrics"):
+        with pytest.raises(ValueError, match="kl_limit is"):
             Watch(metrics=metrics, kl_limit=limit)
 
 
@@ -126,8 +126,8 @@ def test_grids_and_darkness():
 @pytest.mark.parametrize(
     ("cfg", "weights", "every", "expected"),
     [
-        (Watch(metrics=["a"]), {"a": 1.0}, 1, "a has a weight"),
-        (Watch(metrics=["b"]), {"a": 1.0}, 1, "b is not measured"),
+        (Watch(metrics=["a"]), {"a": 1.0}, 1, "have no weight, not 'a'"),
+        (Watch(metrics=["b"]), {"a": 1.0}, 1, "must be measured and have no weight, not 'b'"),
         (Watch(metrics=["a"]), {"a": 0.0}, 1, "needs a reward with a weight"),
         (Watch(metrics=["diversity"]), {"a": 1.0}, 0, "set evaluation.every"),
     ],

@@ -11,13 +11,14 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
 from flowalign.training.matching.matching_loop import MatchingLoop
 from flowalign.training.matching.matching_settings import STEP_FIELD, MatchingSettings
-from flowalign.training.matching.reference_models import FrozenBase, start_from
+from flowalign.training.matching.reference_models import start_from
 from flowalign.training.matching.source import DataSource, StreamContext
 from flowalign.training.matching.states import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import check_guidance
 from flowalign.types import ModelPlan, Policy
 from flowalign.types.losses import FIELDS, STEPS
+from flowalign.utils.errors import require_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,8 @@ class Matching(MatchingSettings, Recipe):
         data, loss = self.data, type(self.loss).__name__
         self.times.check(model.sigmas, self.times_per_sample)
         if data.examples_per_step < world:
-            raise ValueError(
-                f"recipe.data gives {data.examples_per_step} pairs or samples per step, fewer "
-                f"than the {world} processes: raise its batch size or prompts_per_step"
-            )
+            few = f"fewer than the {world} processes: raise batch_size or prompts_per_step"
+            raise ValueError(f"recipe.data gives {data.examples_per_step} examples per step, {few}")
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample
         passes, per_row = rows * self.epochs_per_step, self.states.rows
@@ -108,32 +107,20 @@ class Matching(MatchingSettings, Recipe):
         """Raise ValueError if the loss does not fit the data."""
         loss = type(self.loss).__name__
         if self.loss.paired and not self.data.paired:
-            raise ValueError(
-                f"recipe.loss {loss} compares pairs, but recipe.data gives samples: "
-                "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
-            )
+            remedy = "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
+            raise ValueError(f"recipe.loss {loss} compares pairs, but data has samples: {remedy}")
         if missing := sorted(self.loss.needs - self.data.gives - {*FIELDS}):
-            raise ValueError(
-                f"recipe.loss {loss} needs {', '.join(missing)}, which data of class "
-                f"{type(self.data).__name__} does not give: see docs/concepts/matching_losses.md"
-            )
+            lost = f"which {type(self.data).__name__} lacks: see docs/concepts/matching_losses.md"
+            raise ValueError(f"recipe.loss {loss} needs {', '.join(missing)}, {lost}")
         if "places" in self.data.gives and not self.loss.uses_places:
-            raise ValueError(
-                f"recipe.data.spatial gives advantages of latent positions, but recipe.loss {loss} "
-                "has one advantage per sample: choose NFT, or set recipe.data.spatial to null"
-            )
-        self._check_groups()
-        if self.loss.whole_batch:
-            self.check_whole_batch(self.data.examples_per_step)
-
-    def _check_groups(self) -> None:
-        """Raise ValueError if a micro-batch is smaller than a group that the loss compares."""
+            remedy = "choose NFT, or set recipe.data.spatial to null"
+            raise ValueError(f"recipe.loss {loss} has one advantage per sample: {remedy}")
         size = self.data.rows_per_group
         if "group" in self.loss.needs and self.micro_batch < size:
-            raise ValueError(
-                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
-                f"compares all of the {size} samples of a group: make it at least as large"
-            )
+            needs = f"{loss} compares all {size} samples of a group: raise it"
+            raise ValueError(f"recipe.micro_batch is {self.micro_batch}, but {needs}")
+        if self.loss.whole_batch:
+            self.check_whole_batch(self.data.examples_per_step)
 
     def _check_states(self, policy: Policy) -> None:
         """Raise ValueError if the state source does not fit the data or the loss."""
@@ -141,18 +128,14 @@ class Matching(MatchingSettings, Recipe):
         steps = data.trajectory_steps
         compares = data.paired or "group" in self.loss.needs or self.loss.whole_batch
         if self.states.visited != (steps is not None):
-            raise ValueError(
-                f"recipe.states is {states}, and data of class {type(data).__name__} are "
-                f"{'no ' if steps is None else ''}trajectories: VisitedStates and OnPolicyStates "
-                "go together"
-            )
+            gives = f"{type(data).__name__} gives {'no ' if steps is None else ''}trajectories"
+            pair = "VisitedStates and OnPolicyStates go together"
+            raise ValueError(f"recipe.states is {states}, but {gives}: {pair}")
         if steps is not None:
             self._check_visited(steps, policy)
         if self.states.rows > 1 and compares:
-            raise ValueError(
-                f"recipe.states is {states}, which adds rows to each sample, but {loss} or "
-                "recipe.data compare samples: choose a loss of single samples, such as SFT"
-            )
+            reason = f"{loss} or recipe.data compare samples: choose a loss such as SFT"
+            raise ValueError(f"recipe.states is {states}, which adds rows, but {reason}")
 
     def _check_fields(self, policy: Policy) -> None:
         """Raise ValueError if the policy does not support the references, teachers or states."""
@@ -168,36 +151,28 @@ class Matching(MatchingSettings, Recipe):
         """Raise ValueError if `times` does not select visited states that the loss can use."""
         times, loss = self.times, type(self.loss).__name__
         if not isinstance(times, SamplerGrid) or times.num_steps != num_steps:
-            raise ValueError(
-                "recipe.states is VisitedStates, so recipe.times must be a SamplerGrid of the "
-                f"{num_steps} steps of recipe.data.sampling; it is {times}"
-            )
+            grid = f"a SamplerGrid of the {num_steps} steps of recipe.data.sampling"
+            raise ValueError(f"recipe.times is {times}; VisitedStates need {grid}")
         query = self.data.query
         if query is not None and [*times.steps] != [query]:
-            raise ValueError(
-                f"recipe.data.ascent.query is {query}, but recipe.times has the steps "
-                f"{[*times.steps]}: set times.start to {query}, and stop to {query + 1}"
-            )
+            remedy = f"set times.start to {query}, and stop to {query + 1}"
+            steps = f"recipe.times has the steps {[*times.steps]}"
+            raise ValueError(f"recipe.data.ascent.query is {query}, but {steps}: {remedy}")
         if not STEPS & self.loss.needs:
             return
         if fixed := sorted({*times.steps} - self.data.random_steps):
-            raise ValueError(
-                f"recipe.loss {loss} needs random steps, but recipe.times has the steps {fixed}, "
-                "at which recipe.data.sampling draws no noise: move times.start and stop, or "
-                "sampling.sde_window"
-            )
+            remedy = "move times.start and stop, or data.sampling.sde_window"
+            drawn = f"recipe.times has the steps {fixed} without noise"
+            raise ValueError(f"recipe.loss {loss} needs random steps, but {drawn}: {remedy}")
         if policy.evaluations_per_velocity > 1:
-            raise ValueError(
-                f"recipe.loss {loss} compares the policy without guidance with its own steps, and "
-                f"policy.guidance is {policy.guidance}: set it to 1.0, or take SFT with teachers"
-            )
+            reason = f"recipe.loss {loss} compares the policy without guidance with its own steps"
+            remedy = "set it to 1.0, or take SFT with teachers"
+            raise ValueError(f"policy.guidance is {policy.guidance}, but {reason}: {remedy}")
 
     def _check_references(self) -> None:
         """Raise ValueError if a configured reference would not be evaluated."""
         self.data.check_teachers([*self.teachers])
         self.check_averages(self.data.sampled_weights or "nothing")
-        if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
-            raise ValueError(
-                f"recipe.reference {type(self.reference).__name__} is not used: "
-                f"{type(self.loss).__name__} needs no reference, and recipe.kl is 0"
-            )
+        if not self.needs_reference:
+            reason = f"{type(self.loss).__name__} needs none, and recipe.kl is 0"
+            require_default(self, "recipe", reason, "reference")

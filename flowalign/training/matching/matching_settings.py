@@ -24,6 +24,7 @@ from flowalign.types import (
     PositiveInt,
     require_ranges,
 )
+from flowalign.utils.errors import require_default
 
 STEP_FIELD = "step"
 """Name of the learner's velocity field for the step to the matched states."""
@@ -82,21 +83,14 @@ class MatchingSettings:
     def __post_init__(self) -> None:
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
-        if self.loss.velocity and self.space != "velocity":
-            raise ValueError(
-                f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "
-                "velocities: leave it at velocity"
-            )
-        if self.cold_start != "policy" and not self.teachers:
-            raise ValueError(
-                f"recipe.cold_start is {self.cold_start}, but recipe.teachers is empty: name the "
-                "teachers, or set it to policy"
-            )
+        if self.loss.velocity:
+            reason = f"{type(self.loss).__name__} is defined on velocities"
+            require_default(self, "recipe", reason, "space")
+        if not self.teachers:
+            require_default(self, "recipe", "recipe.teachers is empty", "cold_start")
         if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
-            raise ValueError(
-                f"recipe.teachers names {taken[0]}, which is a reserved name: rename the teacher, "
-                "for example after its reward"
-            )
+            remedy = "which is a reserved name: rename the teacher, for example after its reward"
+            raise ValueError(f"recipe.teachers names {taken[0]}, {remedy}")
 
     @property
     def updates(self) -> int:
@@ -144,17 +138,12 @@ class MatchingSettings:
                     f"{who} {'with' if needed else 'from'} weights named {name}, and recipe.{name} "
                     "is null: give them a schedule, such as {decay: 0.0} for a copy per step"
                 )
-            if name in self.averages and not (needed or sampled == name):
-                raise ValueError(
-                    f"recipe.{name} is not used: recipe.loss {loss} does not compare the "
-                    f"policy with it, and recipe.data samples from {sampled}"
-                )
+            if not (needed or sampled == name):
+                reason = f"recipe.loss {loss} reads no {name}, and recipe.data samples {sampled}"
+                require_default(self, "recipe", reason, name)
 
     def check_whole_batch(self, num_examples: int) -> None:
         """Raise ValueError if a minibatch is smaller than the batch that the loss compares."""
         if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
-            raise ValueError(
-                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
-                f"compares all of the {num_examples} pairs or samples of a step: set it to at "
-                "least this number"
-            )
+            needs = f"{type(self.loss).__name__} compares all {num_examples} examples of a step"
+            raise ValueError(f"recipe.micro_batch is {self.micro_batch}, but {needs}: raise it")

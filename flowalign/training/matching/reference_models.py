@@ -184,9 +184,7 @@ class GuidedReference(ReferenceModel):
         if self.guidance != "model" and not self.guidance > 1:
             raise ValueError(f"reference.guidance is {self.guidance}; it must be above 1")
         if isinstance(self.inner, GuidedReference):
-            raise ValueError(
-                "reference.inner is a GuidedReference; use its inner reference instead"
-            )
+            raise ValueError("reference.inner is a GuidedReference; use its own inner reference")
 
     @property
     @override
@@ -239,10 +237,8 @@ def _merge_adapters(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     """Return the merged factors of all adapters."""
     downs = [name for name in taught[0] if _DOWN in name]
     if not downs:
-        raise ValueError(
-            "recipe.cold_start is merge, but the policy trains no LoRA: set policy.lora, or take "
-            "average"
-        )
+        remedy = "set policy.lora, or take average"
+        raise ValueError(f"recipe.cold_start is merge, but the policy trains no LoRA: {remedy}")
     found: dict[str, Tensor] = {}
     for name in downs:
         other = name.replace(_DOWN, _UP)

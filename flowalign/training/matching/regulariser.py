@@ -1,7 +1,6 @@
 """Add a matching loss on stored data to online updates, such as SFT or a pair loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -25,7 +24,9 @@ from flowalign.types import (
     require_ranges,
 )
 from flowalign.types.losses import Loss
+from flowalign.utils.errors import explain_errors, require_default
 
+_WHERE = "in recipe.regulariser"
 StoredTerms = Callable[[Iterable[int]], Iterator[Term]]
 """Function that yields the loss on stored examples of each update."""
 
@@ -54,8 +55,7 @@ class Regulariser:
     def __post_init__(self) -> None:
         """Reject settings outside their ranges, and held-out pairs, which are never evaluated."""
         require_ranges(self, "recipe.regulariser")
-        if self.data.held_out is not None:
-            raise ValueError("recipe.regulariser.data.held_out is not used: set it to null")
+        require_default(self, "recipe.regulariser", "it is never evaluated", "data.held_out")
 
     @property
     def matching(self) -> Matching:
@@ -75,17 +75,17 @@ class Regulariser:
 
     def check(self, run: RunContext) -> None:
         """Raise ValueError if the loss does not fit the data, or the data does not exist."""
-        with _named():
+        with explain_errors(_WHERE):
             self.matching.check(run)
 
     def check_data(self, run: RunContext) -> None:
         """Read the first rows; raise ValueError if they cannot be used."""
-        with _named():
+        with explain_errors(_WHERE):
             self.matching.check_data(run)
 
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> Sequence[MemoryPart]:
         """Return the memory of a batch; raise ValueError for unsuitable batch sizes or times."""
-        with _named():
+        with explain_errors(_WHERE):
             return self.matching.plan(run, model, world).parts
 
     def open(self, run: RunContext, learner: Learner, log: Log) -> StoredTerms:
@@ -140,12 +140,3 @@ class OptionalRegulariser:
         """Read the first rows; raise ValueError if they cannot be used."""
         if self.regularised:
             self.regularised.check_data(run)
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Prefix errors of the matching recipe with the key of the regulariser."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"in recipe.regulariser: {error}") from error

@@ -54,17 +54,14 @@ class Moves(ABC):
         """Reject settings outside their ranges, and pure noise as the query."""
         require_ranges(self, self.key)
         if self.query < 1:
-            raise ValueError(
-                f"{self.key}.query is 0, which is pure noise: choose a late denoising step, such "
-                "as the one that starts near noise level 0.28"
-            )
+            late = "choose a late step, such as the one that starts near noise level 0.28"
+            raise ValueError(f"{self.key}.query is 0, which is pure noise: {late}")
 
     def check_query(self, made: Set[int], key: str) -> None:
         """Raise ValueError unless the query is one of the denoising steps that `key` makes."""
         if self.query not in made:
             raise ValueError(
-                f"{self.key}.query is {self.query}, which is not among the denoising steps that "
-                f"{key}.sampling makes: choose another step, or another num_steps or tail_ratio"
+                f"{self.key}.query is {self.query}; {key}.sampling makes the steps {sorted(made)}"
             )
 
     @property

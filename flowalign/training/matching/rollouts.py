@@ -54,6 +54,7 @@ from flowalign.types import (
     require_ranges,
 )
 from flowalign.types.trajectory import Completion, take_rows
+from flowalign.utils.errors import require_default
 from flowalign.utils.seeds import generator
 
 StepWeighting = Literal["gap", "equal"]
@@ -301,13 +302,8 @@ class Rollouts(TrainingPrompts, DataSource):
     def _check_credit(self) -> None:
         """Raise ValueError if settings for credit are unused, or do not fit the credit method."""
         if self.credit is None:
-            for name in ("sampling", "critic"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{self.key}.{name} is set, but {self.key}.credit is null, so samples are "
-                        f"deterministic: set {name} to null, or credit to a class of "
-                        "flowalign.credit"
-                    )
+            reason = f"{self.key}.credit is null, so samples are deterministic"
+            require_default(self, self.key, reason, "sampling", "critic")
             return
         rollouts = self.rollouts
         for iteration in (0, SEVERAL):

@@ -5,7 +5,6 @@ requests -> samples -> rewards -> advantages -> clean samples with their advanta
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -25,6 +24,7 @@ from flowalign.training.rollouts.advantages import RewardMap, check_map
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
 from flowalign.types import CreditEstimator, ModelPlan, Policy, PositiveInt, require_ranges
+from flowalign.utils.errors import refuse_conflicts, require_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,10 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         self.rollouts.check_groups()
-        _check_moves(self)
+        refuse_conflicts(self, self.key, _CONFLICTS)
+        if self.moves:
+            skipped = self.sampling.skipped(self.rollouts.window(0))
+            self.moves.check_query({*range(self.sampling.num_steps)} - skipped, self.key)
         if self.contrast:
             _check_contrast(self)
         if self.scout_steps is not None:
@@ -146,14 +149,12 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         self.sampling.check_precision(self.key, run.policy)
         if self.weight_map is not None:
             check_map(f"{self.key}.weight_map", self.weight_map, run.rewards)
-            _require_unset(self, f"{self.key}.weight_map applies to finished samples", "clean")
         if self.spatial:
             self.spatial.check(f"{self.key}.spatial", run.rewards)
         if self.moves:
             check_gradients(run.rewards, self.moves.key)
         _check_modalities(self, run.rewards)
-        if self.weights == "ema" and not run.has_ema:
-            raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
+        run.check_weights(f"{self.key}.weights", self.weights)
 
     @override
     def check_context(self) -> None:
@@ -199,11 +200,9 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Raise ValueError unless `modalities` names all parts of the policy's states."""
         parts, name = policy.modality_sizes, type(policy).__name__
         if self.modalities and {*self.modalities} != {*parts}:
-            raise ValueError(
-                f"{self.key}.modalities names {', '.join(self.modalities)}, but the states of "
-                f"{name} have the parts {', '.join(parts) or 'none'}: name all of these"
-                + ("" if parts else ", or leave modalities out")
-            )
+            wanted = f"the states of {name} have the parts {', '.join(parts) or 'none'}"
+            named = ", ".join(self.modalities)
+            raise ValueError(f"{self.key}.modalities names {named}; {wanted}: name all, or {{}}")
 
     def _check_completions(self, steps: Sequence[int]) -> None:
         """Raise ValueError if `clean` or the credit method needs completions that are missing."""
@@ -212,57 +211,47 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             return
         end = self.sampling.num_steps
         if self.credit is None or not any(k < end for k in self.completed_states(steps).values()):
-            raise ValueError(
-                f"{self.key}.clean is completion, but credit "
-                f"{type(self.credit).__name__ if self.credit else 'null'} values finished samples "
-                "only: set clean to sample, or credit to flowalign.credit.Gain"
-            )
-        if not self.completion.follows_rollout:
-            raise ValueError(
-                f"{self.key}.clean is completion, which needs completions by the weights and the "
-                f"guidance of the rollout: leave out {self.key}.completion.weights and guidance"
-            )
+            method = type(self.credit).__name__ if self.credit else "null"
+            reason = f"credit {method} values finished samples, unlike flowalign.credit.Gain"
+            require_default(self, self.key, reason, "clean")
+        reason = "clean is completion, as in the rollout"
+        require_default(self, self.key, reason, "completion.weights", "completion.guidance")
 
 
 _PLAIN = "credit", "weight_map", "spatial", "clean"
-
-
-def _check_moves(cfg: ScoredGroups) -> None:
-    """Raise ValueError if the rollout has no state at the query, or options do not combine."""
-    if cfg.moves is None:
-        return
-    made = {*range(cfg.sampling.num_steps)} - cfg.sampling.skipped(cfg.rollouts.window(0))
-    cfg.moves.check_query(made, cfg.key)
-    reason = f"{cfg.moves.key} makes the examples from clean predictions at one step"
-    _require_unset(cfg, reason, *(["proposals"] if cfg.ascent else []), *_PLAIN)
-
-
-def _require_unset(cfg: ScoredGroups, reason: str, *names: str) -> None:
-    """Raise ValueError for the first of these options that is set, with the reason against it."""
-    for name in names:
-        value, plain = attrgetter(name)(cfg), "sample" if name == "clean" else None
-        if value != plain:
-            raise ValueError(
-                f"{cfg.key}.{name} is {value}, but {reason}: set {name} to {plain or 'null'}"
-            )
+_ONE_STEP = "makes the examples from clean predictions at one step"
+_CONFLICTS = {
+    "weight_map": ("applies to finished samples", ("clean",)),
+    "ascent": (_ONE_STEP, ("proposals", *_PLAIN)),
+    "proposals": (_ONE_STEP, _PLAIN),
+    "scout_steps": (
+        "chooses samples by previews alone",
+        (
+            *("ascent", "proposals", "weight_map", "spatial"),
+            *("sampling.seeds_per_prompt", "sampling.frame_window", "sampling.reward_guidance"),
+        ),
+    ),
+    "contrast": (
+        "matches the visited states of whole rollouts",
+        ("ascent", "proposals", *_PLAIN, "sampling.tail_ratio"),
+    ),
+    "modalities": (
+        "divides the advantage of the outcome at every noise level",
+        ("credit", "ascent", "proposals", "contrast"),
+    ),
+}
+"""Settings that others exclude, by the other, with what that does."""
 
 
 def _check_scouts(cfg: ScoredGroups, steps: int) -> None:
     """Raise ValueError unless previews and samples are deterministic, and extremes are trained."""
     sampling, key = cfg.sampling, f"{cfg.key}.scout_steps"
     if not (count := cfg.advantages.extremes) or steps > sampling.num_steps:
-        raise ValueError(
-            f"{key} is {steps}; it must be at most num_steps {sampling.num_steps}, and needs "
-            f"advantages.extremes, which is {count or 'null'}"
-        )
+        needs = f"at most num_steps {sampling.num_steps}, and advantages.extremes"
+        raise ValueError(f"{key} is {steps}; it needs {needs}, which is {count or 'null'}")
     if sampling.stochastic(cfg.rollouts.window(0)):
-        raise ValueError(
-            f"{key} previews samples, but with noise between the steps the initial noise does not "
-            f"fix the sample: set {cfg.key}.sampling.sde_window to flowalign.sampling.NoSteps"
-        )
-    inside = "sampling.seeds_per_prompt", "sampling.frame_window", "sampling.reward_guidance"
-    options = "ascent", "proposals", "weight_map", "spatial", *inside
-    _require_unset(cfg, f"{key} chooses samples by previews alone", *options)
+        remedy = f"set {cfg.key}.sampling.sde_window to flowalign.sampling.NoSteps"
+        raise ValueError(f"{key} previews samples, which noise between the steps changes: {remedy}")
 
 
 def _check_contrast(cfg: ScoredGroups) -> None:
@@ -271,27 +260,17 @@ def _check_contrast(cfg: ScoredGroups) -> None:
     two = sampling.samples_per_prompt == 2 and sampling.seeds_per_prompt == 1
     if not two or not all(cfg.rollouts.window(i) for i in every):
         raise ValueError(
-            f"{cfg.key}.contrast compares two noisy samples from one initial noise: set "
-            f"{cfg.key}.sampling.samples_per_prompt to 2, seeds_per_prompt to 1, and sde_window to "
-            "flowalign.sampling.AllButLast"
+            f"{cfg.key}.contrast compares two noisy samples from one initial noise: set in "
+            "sampling samples_per_prompt to 2, seeds_per_prompt to 1, sde_window to AllButLast"
         )
-    reason = f"{cfg.key}.contrast matches the visited states of whole rollouts"
-    _require_unset(cfg, reason, "ascent", "proposals", *_PLAIN, "sampling.tail_ratio")
 
 
 def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
     """Raise ValueError unless exactly the weighted dimensions are given to parts of the states."""
     if not cfg.modalities:
         return
-    weighted = {dim for dim in rewards.dims if rewards.weight_of.get(dim)}
-    routed = {dim for dims in cfg.modalities.values() for dim in dims}
+    weighted = sorted(rewards.weighted_dims)
+    routed = sorted({dim for dims in cfg.modalities.values() for dim in dims})
     if routed != weighted:
-        raise ValueError(
-            f"{cfg.key}.modalities names the rewards {', '.join(sorted(routed)) or 'none'}; those "
-            f"with a weight are {', '.join(sorted(weighted))}: name each of these at least once"
-        )
-    if cfg.credit is not None or cfg.moves is not None or cfg.contrast:
-        raise ValueError(
-            f"{cfg.key}.modalities divides the advantage of the outcome at every noise level: set "
-            "credit and ascent to null, and contrast to false"
-        )
+        wanted = f"name each reward with a weight: {', '.join(weighted)}"
+        raise ValueError(f"{cfg.key}.modalities names {', '.join(routed) or 'none'}; {wanted}")

@@ -56,6 +56,7 @@ from flowalign.types import (
     UnitInterval,
     require_ranges,
 )
+from flowalign.utils.errors import require_default
 from flowalign.utils.live_objects import find_object
 from flowalign.utils.seeds import generator
 
@@ -108,14 +109,14 @@ class StoredDataset(PreferenceDataset, DataSource):
     def __post_init__(self) -> None:
         """Reject settings outside their ranges, and pair settings for samples."""
         require_ranges(self, "recipe.data")
+        if self.kind != "pairs":
+            reason = f"kind is {self.kind}, not pairs; ScoredGroups gives samples credit"
+            require_default(self, "recipe.data", reason, "credit")
         if self.credit is not None:
-            self._check_credit(self.credit)
-        pairwise = self.weighting or self.stage_steps or self.skip_choices
-        if not self.paired and pairwise:
-            raise ValueError(
-                "recipe.data.weighting, stage_steps and skip_choices need kind: pairs; "
-                f"recipe.data.kind is {self.kind}"
-            )
+            check_method(self.credit)
+        if not self.paired:
+            pairwise = "weighting", "stage_steps", "skip_choices"
+            require_default(self, "recipe.data", f"kind is {self.kind}, not pairs", *pairwise)
 
     @property
     def held_out_dataset(self) -> PreferenceDataset | None:
@@ -148,11 +149,9 @@ class StoredDataset(PreferenceDataset, DataSource):
         if self.kind == "pairs":
             refuse_teachers(names, "StoredDataset with kind pairs")
         elif len(names) > 1 or (self.kind == "attributes" and not names):
-            raise ValueError(
-                f"recipe.teachers names {len(names)} teachers; recipe.data.kind {self.kind} is "
-                f"matched to {'one' if self.kind == 'attributes' else 'at most one'}, such as "
-                "{expert: {path: CHECKPOINT}}"
-            )
+            count = "one" if self.kind == "attributes" else "at most one"
+            needs = f"recipe.data.kind {self.kind} needs {count}, as in {{expert: {{path: PATH}}}}"
+            raise ValueError(f"recipe.teachers names {len(names)} teachers; {needs}")
 
     @property
     @override
@@ -167,16 +166,11 @@ class StoredDataset(PreferenceDataset, DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if a file does not exist, or an option would be ignored."""
-        if self.held_out and not run.evaluates:
-            raise ValueError(
-                "recipe.data.held_out is read for evaluations, but evaluation is null: "
-                "set evaluation, or recipe.data.held_out to null"
-            )
-        if self.user_dropout and run.policy.user_conditioning is None:
-            raise ValueError(
-                f"recipe.data.user_dropout is {self.user_dropout:g}, but the policy "
-                f"{type(run.policy).__name__} has no user conditioning: set it to 0"
-            )
+        if not run.evaluates:
+            require_default(self, "recipe.data", "evaluation is null", "held_out")
+        if run.policy.user_conditioning is None:
+            reason = f"policy {type(run.policy).__name__} has no user conditioning"
+            require_default(self, "recipe.data", reason, "user_dropout")
         run.policy.check_stored_media("recipe.data")
         for path in (self.path, self.held_out):
             known = path is None or path.startswith("hub:") or find_object(path) is not None
@@ -200,15 +194,6 @@ class StoredDataset(PreferenceDataset, DataSource):
     def open(self, learner: Learner, context: StreamContext) -> "StoredStream":
         """Read, validate and encode the data; raise ValueError if too many rows are unusable."""
         return StoredStream(self, learner.policy, learner.processes, context)
-
-    def _check_credit(self, credit: CreditEstimator) -> None:
-        """Raise ValueError if the examples or the credit method cannot have step weights."""
-        if self.kind != "pairs":
-            raise ValueError(
-                f"recipe.data.credit needs kind: pairs; recipe.data.kind is {self.kind}. For "
-                "samples with step-level credit take ScoredGroups"
-            )
-        check_method(credit)
 
 
 class StoredStream(BatchStream):

@@ -24,6 +24,7 @@ from flowalign.types import (
     plain_requests,
 )
 from flowalign.types.trajectory import Completion
+from flowalign.utils.errors import explain_errors
 
 _DRY_STEPS = 100
 """Number of denoising steps in the trial of a credit method before data are read."""
@@ -40,10 +41,8 @@ class StoredValues(ValueFunction):
         last = self.values.shape[1] - 1
         for k in ks:
             if not 0 <= k <= last:
-                raise ValueError(
-                    f"recipe.data.credit {self.method} asks for the value of state {k}; the stored "
-                    f"values are of states 0 to {last}"
-                )
+                asked = f"recipe.data.credit {self.method} asks for the value of state {k}"
+                raise ValueError(f"{asked}; the stored values are of states 0 to {last}")
         return self.values[:, list(ks), None]
 
     @override
@@ -59,10 +58,8 @@ class StoredValues(ValueFunction):
         self._refuse("latent rewards")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ValueError(
-            f"recipe.data.credit is {self.method}, which needs {what}. Stored pairs have only the "
-            "values of their states: choose a method such as flowalign.credit.Gain"
-        )
+        only = "stored pairs have values of states: choose one such as flowalign.credit.Gain"
+        raise ValueError(f"recipe.data.credit {self.method} needs {what}, but {only}")
 
 
 def lead_of_chosen(
@@ -101,10 +98,8 @@ def lead_of_chosen(
 def check_method(method: CreditEstimator) -> None:
     """Raise ValueError if the credit method needs more than values of states."""
     zeros = torch.zeros(2, _DRY_STEPS + 1)
-    try:
+    with explain_errors("recipe.data.credit does not fit stored pairs"):
         lead_of_chosen(method, zeros, zeros, torch.linspace(1, 0, _DRY_STEPS + 1))
-    except ValueError as error:
-        raise ValueError(f"recipe.data.credit does not fit stored pairs: {error}") from error
 
 
 def stored_values(pairs: Sequence[Pair]) -> tuple[Float[Tensor, "m S"], Float[Tensor, "m S"]]:
@@ -118,9 +113,8 @@ def stored_values(pairs: Sequence[Pair]) -> tuple[Float[Tensor, "m S"], Float[Te
         found = [len(pair.values_chosen), len(pair.values_rejected)]
         if found != [size, size] or size < 2:
             raise ValueError(
-                f"{pair.where}: recipe.data.credit needs the columns values_chosen and\n"
-                "values_rejected in every pair, lists with the values of states 0 to T. There are "
-                f"{found[0]} and {found[1]} values,\nand {size} in the first pair: set credit to "
+                f"{pair.where}: values_chosen and values_rejected have {found} values, but need "
+                f"those of states 0 to T,\n{size} in the first pair: set recipe.data.credit to "
                 "null, or take Rollouts, which values states itself"
             )
     chosen = torch.tensor([pair.values_chosen for pair in pairs])
@@ -140,10 +134,8 @@ def weigh_stored_steps(
     lead = lead_of_chosen(method, chosen, rejected, sigmas)
     trained = lead > 0
     if not trained.any():
-        raise ValueError(
-            f"recipe.data.credit {type(method).__name__} gives the chosen item of no pair a "
-            "lead at any step: set credit to null"
-        )
+        lost = "gives the chosen item of no pair a lead: set credit to null"
+        raise ValueError(f"recipe.data.credit {type(method).__name__} {lost}")
     if unused := int((~trained.any(1)).sum()):
         log(f"{unused} of {len(lead)} pairs are not trained: credit leads at no step")
     weight = weigh_gaps(lead, float(lead[trained].mean()), "gap")

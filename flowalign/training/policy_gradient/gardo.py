@@ -16,6 +16,7 @@ from flowalign.types import (
     UnitInterval,
     require_ranges,
 )
+from flowalign.utils.errors import require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,10 @@ class UncertaintyGate:
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError if an auxiliary dimension is missing or is optimized."""
-        for dim in self.auxiliary:
-            if dim not in rewards.dims or rewards.weight_of.get(dim):
-                free = [d for d in rewards.dims if not rewards.weight_of.get(d)]
-                raise ValueError(
-                    f"recipe.kl_gate.auxiliary names {dim}, which is not a reward without a "
-                    f"weight; there are {', '.join(free) or 'none'}"
-                )
+        free = [dim for dim in rewards.dims if dim not in rewards.weighted_dims]
+        require_known(
+            "recipe.kl_gate.auxiliary needs unweighted rewards, not", self.auxiliary, free
+        )
 
     def __call__(
         self, outcome: Float[Tensor, "n R"], rewards: Rewards, weights: Float[Tensor, "R"]

@@ -9,7 +9,7 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.learner import Learner, Optimizer
+from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.calibrate import FILE, calibrate_noise_levels
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, differs_from_outcome
 from flowalign.training.policy_gradient.policy_gradient_loop import PolicyGradientLoop
@@ -17,6 +17,7 @@ from flowalign.training.policy_gradient.policy_gradient_settings import PolicyGr
 from flowalign.training.policy_gradient.step_plan import plan_step, why_no_graphs
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan
+from flowalign.utils.errors import require_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,12 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def check(self, run: RunContext) -> None:
         if self.calibration:
             self._check_calibration()
-        self.sampling.refuse_precision(
-            "recipe",
-            "a policy gradient compares log-probabilities of the rollout with those of the update, "
-            "which must have the same precision: set it to null",
-        )
-        if self.measured and self.measured.measured == "update":
-            self._check_moments(run.optimizer)
+        reason = "a policy gradient compares log-probabilities of rollout and update"
+        require_default(self, "recipe", reason, "sampling.precision")
+        updates = self.measured and self.measured.measured == "update"
+        if updates and run.optimizer.kind == "adamw_8bit":
+            needs = "recipe.step_weight.measured update needs moments in float32"
+            raise ValueError(f"optimizer.kind is adamw_8bit, but {needs}: set it to adamw")
         self.advantages.check("recipe", run, self.prompts)
         if self.kl_gate is not None:
             self.kl_gate.check(run.rewards)
@@ -51,10 +51,8 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             self.spatial.check("recipe.spatial", run.rewards)
         self.check_regulariser(run)
         if self.keep_graphs and (reason := why_no_graphs(self, run)):
-            raise ValueError(
-                f"recipe.keep_graphs reuses the network calls of the rollout, so {reason}; "
-                "or set keep_graphs to false"
-            )
+            remedy = f"{reason}; or set keep_graphs to false"
+            raise ValueError(f"recipe.keep_graphs reuses the calls of the rollout, so {remedy}")
 
     @override
     def check_context(self) -> None:
@@ -78,22 +76,11 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             settings, learner, run.rewards, requests, run.seed, recorder, log, stored
         )
 
-    def _check_moments(self, optimizer: Optimizer) -> None:
-        if optimizer.kind == "adamw_8bit":
-            raise ValueError(
-                "recipe.step_weight.measured is update, which needs moments in float32, but "
-                "optimizer.kind is adamw_8bit; set it to adamw, or measured to gradient"
-            )
-
     def _check_calibration(self) -> None:
         sampling = self.sampling
         if isinstance(sampling.eta, list) or not isinstance(sampling.kernel, FlowSDE):
-            raise ValueError(
-                "calibration starts at one level of the kernel FlowSDE: "
-                "set recipe.sampling.eta to a number and its kernel to FlowSDE"
-            )
+            remedy = "set recipe.sampling.eta to a number and its kernel to FlowSDE"
+            raise ValueError(f"calibration starts at one level of FlowSDE: {remedy}")
         if not isinstance(sampling.sde_window, AllButLast | Fixed):
-            raise ValueError(
-                "calibration needs the same stochastic steps in every iteration: "
-                "set recipe.sampling.sde_window to AllButLast or Fixed"
-            )
+            remedy = "set recipe.sampling.sde_window to AllButLast or Fixed"
+            raise ValueError(f"calibration needs the same stochastic steps: {remedy}")

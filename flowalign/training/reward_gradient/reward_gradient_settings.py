@@ -25,6 +25,7 @@ from flowalign.types import (
     Replay,
     require_ranges,
 )
+from flowalign.utils.errors import require_default
 
 _DRAWS = 64
 """Number of random draws of a gradient path."""
@@ -88,10 +89,8 @@ class _ZeroRewards(Replay):
     @override
     def state(self, k: int) -> Tensor:
         if k != self.num_steps and not self.rolled:
-            raise ValueError(
-                f"recipe.gradient_path {self.name} replays steps of a rollout, and recipe.start "
-                "has none: use FromRollouts, or the gradient path DirectAlign"
-            )
+            remedy = "recipe.start has none: use FromRollouts, or the path DirectAlign"
+            raise ValueError(f"recipe.gradient_path {self.name} replays rollouts, and {remedy}")
         return torch.zeros(1, 1)
 
     @override
@@ -152,15 +151,12 @@ def check_frames(frames: Frames, policy: Policy, rewards: Rewards) -> None:
     if frames == "all":
         return
     if policy.num_frames is None:
-        raise ValueError(
-            f"recipe.frames is {frames}, but {type(policy).__name__} makes images: set it to all"
-        )
+        name = type(policy).__name__
+        raise ValueError(f"recipe.frames is {frames}, but {name} makes images: set it to all")
     videos = [m.spec.name for m in rewards.weighted().models if m.spec.modality == "video"]
     if frames == "random" and videos:
-        raise ValueError(
-            f"recipe.frames is random, one frame, but reward {videos[0]!r} scores videos: choose "
-            "all, first_middle_last or alternate"
-        )
+        remedy = "choose all, first_middle_last or alternate"
+        raise ValueError(f"recipe.frames is random, but {videos[0]!r} scores videos: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,34 +199,24 @@ class RewardGradientSettings(OptionalRegulariser):
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "recipe")
         if self.on_failed_reward == "drop_group":
-            raise ValueError(
-                "recipe.on_failed_reward is drop_group, but samples are not compared here: choose "
-                "raise or drop_sample"
-            )
+            reason = "samples are not compared here: choose raise or drop_sample"
+            raise ValueError(f"recipe.on_failed_reward is drop_group, but {reason}")
         self._check_matching()
         if self.cost.inverts and self.relative is None:
-            raise ValueError(
-                f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, which "
-                "needs a relative reward: set recipe.relative, or directions to denoise"
-            )
+            remedy = "set recipe.relative, or directions to denoise"
+            name = type(self.gradient_path).__name__
+            raise ValueError(f"recipe.gradient_path {name} also adds noise: {remedy}")
 
     def _check_matching(self) -> None:
         """Raise ValueError if the gradient path needs other rollouts, or ignores a setting."""
         name = type(self.gradient_path).__name__
         if self.gradient_path.matches != self.start.stochastic:
-            raise ValueError(
-                f"recipe.gradient_path is {name}, and recipe.start is {type(self.start).__name__}: "
-                "AdjointMatching and FromNoisyRollouts go together"
-            )
-        for key, value, default in (
-            ("kl", self.kl, 0),
-            ("detach_unconditional", self.detach_unconditional, False),
-        ):
-            if self.gradient_path.matches and value != default:
-                raise ValueError(
-                    f"recipe.{key} is {value}, but {name} matches whole velocities, and its KL "
-                    f"follows from reward_scale: set {key} to {str(default).lower()}"
-                )
+            start = f"recipe.start is {type(self.start).__name__}"
+            pair = "AdjointMatching and FromNoisyRollouts go together"
+            raise ValueError(f"recipe.gradient_path is {name}, and {start}: {pair}")
+        if self.gradient_path.matches:
+            reason = f"{name} matches whole velocities, with the KL of its reward_scale"
+            require_default(self, "recipe", reason, "kl", "detach_unconditional")
 
     @property
     def cost(self) -> Cost:

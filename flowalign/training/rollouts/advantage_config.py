@@ -7,7 +7,8 @@ from flowalign.data.requests import read_located_requests
 from flowalign.functional.advantage import Combine, Scale
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.recipe import RunContext
-from flowalign.types import NonNegativeFloat, PositiveFloat, PositiveInt, Request, require_ranges
+from flowalign.types import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
+from flowalign.utils.errors import require_default
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.
@@ -61,16 +62,11 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         """Reject settings outside their ranges."""
         require_ranges(self, "advantages")
-        if self.shorten_extremes and self.extremes is None:
-            raise ValueError(
-                "advantages.shorten_extremes is true, but advantages.extremes is null, so nothing "
-                "is shortened: set extremes, or shorten_extremes to false"
-            )
-        if self.exponential and self.diversity:
-            raise ValueError(
-                "advantages.diversity changes positive advantages, but advantages.exponential "
-                "makes all of them negative: set one of the two to false"
-            )
+        if self.extremes is None:
+            require_default(self, "advantages", "extremes is null", "shorten_extremes")
+        if self.exponential:
+            reason = "exponential leaves no positive advantages"
+            require_default(self, "advantages", reason, "diversity")
 
     def check(self, key: str, run: RunContext, prompts: str) -> None:
         """Raise ValueError if rewards, prompts or prompt conditioning of a run do not fit.
@@ -84,36 +80,22 @@ class AdvantageConfig:
         located = read_located_requests(prompts)
         if self.value_transform:
             self.value_transform.check_requests(located)
-        run.check_conditioning()
-        plain = Request("a prompt")
-        asked = run.conditioning and run.conditioning.for_rollout(plain, 0).conditioned
-        if asked and asked.dims and self.scale in ("batch", "pooled"):
-            raise ValueError(
-                f"{key}.advantages.scale {self.scale} compares prompts, but conditioning "
-                f"{type(run.conditioning).__name__} gives each one reward: set scale to group"
-            )
+        if run.check_conditioning() and self.scale in ("batch", "pooled"):
+            why = f"conditioning {type(run.conditioning).__name__} gives each prompt one reward"
+            raise ValueError(f"{key}.advantages.scale is {self.scale}, but {why}: set it to group")
 
     def check_groups(self, key: str, group_size: int) -> None:
         """Raise ValueError if groups of `group_size` samples cannot be compared."""
         if group_size == 1 and self.scale in ("group", "batch", "none", "leave_one_out"):
-            raise ValueError(
-                "sampling.samples_per_prompt is 1, so a group has no samples to compare: "
-                "use at least 2, or advantages.scale pooled"
-            )
-        if self.std_correction and self.scale in ("none", "leave_one_out", "given"):
-            raise ValueError(
-                f"{key}.advantages.std_correction is {self.std_correction}, but advantages.scale "
-                f"{self.scale} does not divide by a standard deviation: set it to 0"
-            )
+            remedy = "use at least 2, or advantages.scale pooled"
+            raise ValueError(f"sampling.samples_per_prompt is 1, so nothing is compared: {remedy}")
+        if self.scale in ("none", "leave_one_out", "given"):
+            reason = f"scale {self.scale} does not divide by a standard deviation"
+            require_default(self, f"{key}.advantages", reason, "std_correction")
         if self.extremes is not None and 2 * self.extremes > group_size:
-            raise ValueError(
-                f"{key}.advantages.extremes is {self.extremes}: the best and the worst "
-                f"{self.extremes} are more than the {group_size} samples of a prompt"
-            )
+            most = f"at most half of the {group_size} samples of a prompt can be the best ones"
+            raise ValueError(f"{key}.advantages.extremes is {self.extremes}; {most}")
 
     def refuse_extremes(self, key: str, reason: str) -> None:
         """Raise ValueError if `extremes` is set."""
-        if self.extremes is not None:
-            raise ValueError(
-                f"{key}.advantages.extremes is {self.extremes}, but {reason}: set it to null"
-            )
+        require_default(self, f"{key}.advantages", reason, "extremes")

@@ -141,18 +141,13 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
         draw_frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
     needs = cfg.requirements(cfg.window(0))
     if needs.observed and run.policy.no_features:
-        raise ValueError(
-            f"{cfg.key}.credit needs a critic, which reads features of the denoiser, but "
-            f"{type(run.policy).__name__} {run.policy.no_features}: choose credit without a critic"
-        )
+        problem = f"{type(run.policy).__name__} {run.policy.no_features}"
+        raise ValueError(f"{cfg.key}.credit has a critic, but {problem}: choose one without critic")
     for reward, _ in needs.scores:
         check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":
         unguided(run.policy)
-    if cfg.completion.weights == "ema" and not run.has_ema:
-        raise ValueError(
-            f"{cfg.key}.completion.weights is ema, but ema is null; set ema, or policy"
-        )
+    run.check_weights(f"{cfg.key}.completion.weights", cfg.completion.weights)
 
 
 def rollout_memory(

@@ -23,6 +23,7 @@ from flowalign.types import (
     plain_requests,
 )
 from flowalign.types.trajectory import Completion, CompletionRequest
+from flowalign.utils.errors import require_default
 
 SEVERAL = 10**6
 """Index of a late training step; its window is checked in addition to the first one."""
@@ -107,9 +108,8 @@ class CreditRequirements(ValueFunction):
     def _make_zeros(self, what: str, ks: Sequence[int], last: int) -> Tensor:
         for k in ks:
             if not 0 <= k <= last:
-                raise ValueError(
-                    f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
-                )
+                asked = f"asks for the {what} of state {k}"
+                raise ValueError(f"{self.method} {asked}; there are states 0 to {last}")
         return torch.zeros(len(self.empty.logp), len(ks), 1)
 
 
@@ -182,10 +182,9 @@ class RolloutSettings(RolloutFields):
         """Return the window; raise ValueError if there is credit but no stochastic step."""
         steps = self.window(iteration)
         if self.credit is not None and not steps:
-            raise ValueError(
-                f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
-                f"steps; {self.key}.sampling.sde_window has none: choose AllButLast, or no credit"
-            )
+            remedy = "sampling.sde_window has none: choose AllButLast, or no credit"
+            name = type(self.credit).__name__
+            raise ValueError(f"{self.key}.credit {name} credits stochastic steps, {remedy}")
         return steps
 
     def empty_trajectory(self, steps: Sequence[int]) -> Trajectory:
@@ -218,10 +217,8 @@ class RolloutSettings(RolloutFields):
     def refuse_features(self) -> None:
         """Raise ValueError for credit with features, which context parallelism cannot compute."""
         if self.requirements(self.window(0)).observed:
-            raise ValueError(
-                f"{self.key}.credit reads features of the denoiser, but sharding.context_degree "
-                "divides its tokens: set it to 1, or use credit without a critic"
-            )
+            remedy = "set sharding.context_degree to 1, or use credit without a critic"
+            raise ValueError(f"{self.key}.credit reads features of the denoiser: {remedy}")
 
     def requirements(self, steps: Sequence[int]) -> CreditRequirements:
         """Return the requirements of the credit method on a rollout.
@@ -229,36 +226,29 @@ class RolloutSettings(RolloutFields):
         Raises:
             ValueError: The settings do not fit the credit method.
         """
-        method, critic = self.credit or Outcome(), f"{self.key}.critic"
+        method = self.credit or Outcome()
         name = type(method).__name__
         needs = CreditRequirements(method, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantages.scale == "given"):
             advised = "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
-            raise ValueError(
-                f"{self.key}.advantages.scale is {self.advantages.scale}, but {name} gives "
-                + ("advantages: set it to given" if needs.credit.normalised else advised)
-            )
+            advised = "advantages: set it to given" if needs.credit.normalised else advised
+            scale = f"{self.key}.advantages.scale is {self.advantages.scale}"
+            raise ValueError(f"{scale}, but {name} gives {advised}")
         if needs.credit.process is not None and not self.clips_process:
             refuse_process(self.key, method)
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
-        if between and self.sampling.tail_ratio is not None:
-            raise ValueError(
-                f"{self.key}.sampling.tail_ratio shortens rollouts, but {name} values the states "
-                f"{between} on the whole schedule: set it to null"
-            )
-        if bool(needs.critic_read) != (self.critic is not None):
-            raise ValueError(
-                f"{critic} is null, but {name} needs predictions of a critic: set it to {{}}"
-                if needs.critic_read
-                else f"{critic} is set, but {name} reads no predictions: set it to null, or "
-                f"{self.key}.credit to flowalign.credit.LambdaReturn"
-            )
+        if between:
+            reason = f"{name} values the states {between} of the whole schedule"
+            require_default(self, self.key, reason, "sampling.tail_ratio")
+        if needs.critic_read and self.critic is None:
+            raise ValueError(f"{self.key}.critic is null, but {name} needs one: set it to {{}}")
+        if not needs.critic_read:
+            reason = f"{name} reads no predictions, unlike flowalign.credit.LambdaReturn"
+            require_default(self, self.key, reason, "critic")
         return needs
 
 
 def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
     """Raise ValueError because the loss does not train the process rewards of the method."""
-    raise ValueError(
-        f"{key}.credit is {type(method).__name__}, which has process rewards. Only GRPO on "
-        "transitions trains these; choose it, or flowalign.credit.LatentGain"
-    )
+    remedy = "choose GRPO on transitions, or flowalign.credit.LatentGain"
+    raise ValueError(f"{key}.credit {type(method).__name__} has process rewards: {remedy}")

@@ -22,6 +22,7 @@ from flowalign.types import (
 )
 from flowalign.types.trajectory import Completion, CompletionRequest, take_rows
 from flowalign.utils.costs import stage
+from flowalign.utils.errors import require_known
 
 
 @dataclass
@@ -173,10 +174,9 @@ class CompletionValues(ValueFunction):
                 table[:, column] = found[:, reward.dims.index(dim)]
         usable = rewards.usable(table.isfinite())
         if rewards.on_failure == "raise" and not usable.all():
-            raise RewardFailure(
-                f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
-                "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
-            )
+            count = f"{int((~usable).sum())} of {len(usable)} states {k}"
+            remedy = "set on_failed_reward to drop_sample to continue without these samples"
+            raise RewardFailure(f"the latent reward of {count} is not finite: {remedy}")
         return trajectory.rows.expand(table, k)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
@@ -257,9 +257,5 @@ class CompletionValues(ValueFunction):
 
 def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
     """Raise ValueError unless a latent reward has all dimensions with a nonzero weight."""
-    weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
-    if missing := [dim for dim in weighted if dim not in reward.dims]:
-        raise ValueError(
-            f"{key} credits states by a latent reward of {', '.join(reward.dims)}; rewards "
-            f"give a weight to {missing[0]}, which it does not score"
-        )
+    what = f"{key} credits states by a latent reward, which does not score the weighted reward"
+    require_known(what, rewards.weighted_dims, reward.dims)

@@ -284,7 +284,10 @@ def test_a_policy_without_guidance_has_no_guided_reference():
     ("make", "said"),
     [
         (lambda: GuidedReference(guidance=1.0), r"reference\.guidance is 1\.0"),
-        (lambda: GuidedReference(inner=GuidedReference()), "is a GuidedReference; use its inner"),
+        (
+            lambda: GuidedReference(inner=GuidedReference()),
+            "a GuidedReference; use its own",
+        ),
     ],
 )
 def test_references_that_are_none_are_refused(make, said):
@@ -301,7 +304,7 @@ def test_averages_that_nothing_reads_and_losses_without_theirs_are_refused():
     with pytest.raises(ValueError, match=r"data samples from weights named behaviour"):
         recipe().check_averages("behaviour")
     for name in ("old", "anchor", "behaviour"):
-        with pytest.raises(ValueError, match=rf"recipe\.{name} is not used"):
+        with pytest.raises(ValueError, match=rf"recipe\.{name} is Average, but"):
             recipe(**{name: Average()}).check_averages("policy")
     recipe(loss=NFT(), old=Average()).check_averages("policy")
     recipe(loss=AWM(), anchor=Average(), behaviour=Average()).check_averages("behaviour")

@@ -254,7 +254,7 @@ def test_users_may_be_hidden_from_a_policy_that_answers_to_them(tmp_path):
     hiding = {"data": StoredDataset(path=str(tmp_path / "data.jsonl"), user_dropout=0.25)}
     run = new_run(tmp_path / "run", policy=Answering(), **hiding)
     assert run.recipe.data.user_dropout == 0.25
-    with pytest.raises(ValueError, match="the policy PixelPolicy has no user conditioning"):
+    with pytest.raises(ValueError, match="policy PixelPolicy has no user conditioning"):
         new_run(tmp_path / "run", **hiding)
 
 

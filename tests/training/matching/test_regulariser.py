@@ -145,7 +145,7 @@ REFUSED = {
     "pairs for a loss of pairs": (
         {"kind": "samples"},
         {"loss": DPO()},
-        "recipe.data gives samples",
+        "data has samples",
     ),
     "advantages that media do not have": ({}, {"loss": NFT()}, "NFT needs advantage, which"),
 }
@@ -165,12 +165,12 @@ def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
     cfg = recipe(prompts, Regulariser(data=replace(data, batch_size=2)))
     rewards = Rewards([SmoothRedness()], {"redness": 1.0})
     run = RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3)
-    with pytest.raises(ValueError, match=r"in recipe\.regulariser: recipe\.data gives 2 pairs"):
+    with pytest.raises(ValueError, match=r"in recipe\.regulariser: recipe\.data gives 2 examples"):
         cfg.plan(run, PixelPolicy().plan(), 3)
 
 
 def test_held_out_pairs_are_refused(data):
-    with pytest.raises(ValueError, match=r"regulariser\.data\.held_out is not used"):
+    with pytest.raises(ValueError, match=r"regulariser\.data\.held_out is .*never evaluated"):
         Regulariser(data=replace(data, held_out="more.jsonl"))
 
 

@@ -183,7 +183,9 @@ def test_equal_weights_and_a_least_gap_select_steps_instead(tmp_path):
 
 
 def test_settings_that_credit_needs_or_does_not_read_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.sampling is set, but recipe\.data\.credit"):
+    with pytest.raises(
+        ValueError, match=r"sampling is StochasticSampling, but recipe\.data\.credit"
+    ):
         rollouts(tmp_path, credit=None)
     quiet = replace(COMB, branching=CHAIN.branching, sde_window=NoSteps())
     with pytest.raises(ValueError, match=r"sampling\.sde_window has none: choose"):

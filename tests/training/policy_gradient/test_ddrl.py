@@ -56,7 +56,7 @@ def test_negative_exponentials_by_hand():
 def test_advantages_are_clipped_after_the_exponential(tmp_path):
     _, shaped = gradients(tmp_path, advantages={"exponential": True, "clip": 0.5})
     assert shaped["adv_abs_mean"] <= 0.5
-    with pytest.raises(ValueError, match="set one of the two to false"):
+    with pytest.raises(ValueError, match="set diversity to false"):
         AdvantageConfig(exponential=True, diversity=True)
 
 

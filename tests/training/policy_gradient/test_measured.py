@@ -440,7 +440,7 @@ def test_a_plan_counts_the_extremes_alone():
 def test_credit_of_states_between_refuses_a_shorter_tail():
     sampling = {"sde_window": Fixed(0, 2), "tail_ratio": 0.5}
     new_recipe(sampling, credit=Outcome())
-    with pytest.raises(ValueError, match=r"tail_ratio shortens rollouts, but Gain values .*\[0"):
+    with pytest.raises(ValueError, match=r"tail_ratio is 0\.5, but Gain values .*\[0"):
         new_recipe(sampling, credit=Gain())
 
 

@@ -199,8 +199,6 @@ def test_thresholds_move_the_weights_that_pairs_are_chosen_by(tmp_path):
 
 
 def test_settings_of_comparison_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data.advantages.std_correction is 1, but advantages.scale"
-    ):
+    with pytest.raises(ValueError, match=r"data.advantages.std_correction is 1, but scale"):
         opened(tmp_path, {"redness": 1.0}, advantages={"std_correction": 1})
     assert isinstance(Rollouts(prompts="p").rule, BestWorst)
