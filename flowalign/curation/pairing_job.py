@@ -20,6 +20,7 @@ from flowalign.curation.score_table import (
 from flowalign.data.preference.validate import DropReport, Inspection
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.reports.pages import data_address, histogram, render
+from flowalign.utils.errors import require_known
 from flowalign.utils.folders import check_folder_path
 from flowalign.utils.media.encode import read_thumbnail
 from flowalign.utils.media.media import Media, MediaProblem
@@ -51,10 +52,8 @@ class PairingJob:
     def __post_init__(self) -> None:
         """Raise ValueError for a mask that no sample has."""
         known = sorted({name for medium in self.table.media for name in medium.maps})
-        if self.mask is not None and self.mask not in known:
-            raise ValueError(
-                f"--mask is {self.mask!r}; the table has maps of {', '.join(known) or 'no reward'}"
-            )
+        if self.mask is not None:
+            require_known("--mask names the reward without maps", [self.mask], known)
 
     @cached_property
     def total(self) -> Float[Tensor, "n"]:

@@ -19,7 +19,7 @@ from flowalign.data.readers.find_files import FORMATS
 from flowalign.data.readers.formats import Row
 from flowalign.data.readers.schema import REQUEST_MASK
 from flowalign.functional import pairing
-from flowalign.utils.errors import suggest_name
+from flowalign.utils.errors import require_known
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _MAP = "map/"
@@ -119,11 +119,8 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
         scores.append([_score(fields, dim, row.where) for dim in dims])
         fingerprints.setdefault(str(fields.get("fingerprint") or ""), row.where)
     if len(fingerprints) > 1:
-        (one, there), (other, here) = list(fingerprints.items())[:2]
-        raise ValueError(
-            f"{path} holds scores of different models, which cannot be compared:\n"
-            f"{there}: {one[:80] or 'no fingerprint'}\n{here}: {other[:80] or 'no fingerprint'}"
-        )
+        found = [f"{at}: {of[:80] or 'no fingerprint'}" for of, at in fingerprints.items()][:2]
+        raise ValueError("\n".join([f"{path} holds scores of different models:", *found]))
     values = torch.tensor(scores, dtype=torch.float64)
     return ScoreTable(dims, media, values, next(iter(fingerprints)))
 
@@ -136,10 +133,7 @@ def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[st
     if missing or not known:
         lacks = f"column {', '.join(missing)}" if missing else "scored dimension"
         raise ValueError(f"{path} has no {lacks}: is it a table of `flowalign score`?")
-    for name in requested:
-        if name not in (*known, *labels):
-            hint = suggest_name(name, [*known, *labels])
-            raise ValueError(f"{path} has no dimension {name!r}; {hint}"[:400])
+    require_known(f"{path} has no dimension", requested, [*known, *labels])
     return requested or known
 
 
@@ -212,8 +206,7 @@ class PairingRule:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that no pair can meet."""
-        if self.name not in RULES:
-            raise ValueError(f"--rule is {self.name!r}; it must be one of {', '.join(RULES)}")
+        require_known("--rule is", [self.name], RULES)
         pairing.check_margin("--min_gap", self.min_gap)
         pairing.check_margin("--tolerance", self.tolerance)
         if self.needs_all and len(self.weights) > 1 and TOTAL in self.weights:

@@ -145,10 +145,8 @@ class LatentCache:
     def _adopt(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
         """Read a latent from its file; raise MediaProblem if the policy cannot train on it."""
         if flips or self.max_frames:
-            raise MediaProblem(
-                f"latent that cannot be changed: {medium.path}; set data.flip to 0 and "
-                "data.max_frames to null"
-            )
+            remedy = "set data.flip to 0 and data.max_frames to null"
+            raise MediaProblem(f"latent that cannot be changed: {medium.path}; {remedy}")
         latent = read_latent(str(medium.path), self.encoder)
         if not latent.isfinite().all():
             raise MediaProblem(f"latent that is not finite: {medium.path}")

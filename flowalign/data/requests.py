@@ -31,6 +31,7 @@ from flowalign.data.readers.sources import (
     parse_columns,
 )
 from flowalign.types import PromptConditioning, Reference, Request
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import bundled, parse_json
 from flowalign.utils.live_objects import find_object
 from flowalign.utils.media.media import MediaProblem
@@ -132,10 +133,8 @@ def _read_file(path: str) -> list[tuple[str, Request]]:
         return _read_rows(FileRows([file], path))
     if kind not in (*_LINES, *_TEXTS):
         tables = ", ".join((*_LINES, *_TABLES))
-        raise ValueError(
-            f"prompts file {path!r} must be text with one prompt per line (.txt or no ending), or\n"
-            f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
-        )
+        known = f"one prompt per line (.txt or no ending), or a column `prompt` ({tables})"
+        raise ValueError(f"prompts file {path!r} is a {kind}; it must have\n{known}")
     stamp = (file.stat().st_mtime_ns, file.stat().st_size)
     return _make_requests(_read_lines(path, file, stamp), file.parent)
 
@@ -199,10 +198,8 @@ def _parse_lines(content: bytes, path: str, is_jsonl: bool | None) -> list[tuple
     Only line feeds end lines: prompts may contain characters such as U+2028. With `is_jsonl` None,
     the first line decides. Files of references may change, so values of JSONL are no requests yet.
     """
-    try:
+    with explain_errors(f"prompts file {path!r} is not text in UTF-8"):
         text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
     lines = [(f"{path}:{n}", line.strip()) for n, line in enumerate(text.split("\n"), 1)]
     if not (lines := [(where, line) for where, line in lines if line]):
         raise ValueError(f"prompts file {path!r} holds no prompt")
@@ -230,9 +227,7 @@ def _parse_request(row: Any, folder: Path, where: str) -> Request:
         texts = [name for name, value in fields.items() if isinstance(value, str)]
         name = re.split(r"(?: row |:)\d+$", where)[0]
         hint = f"\nname the column of the prompts, such as {name}:{texts[0]}" if texts else ""
-        raise ValueError(
-            f"{where}: expected an object with a text field 'prompt', got {row!s:.60}{hint}"
-        )
+        raise ValueError(f"{where}: expected a text field 'prompt', got {row!s:.60}{hint}")
     named, masked = ([n for n in names if n in fields] for names in (_REFERENCES, _MASKS))
     for names in (named, masked):
         if len(names) > 1:
@@ -251,11 +246,9 @@ def _open_references(
 ) -> list[Reference]:
     """Open the files or images of a column, which holds one or a list of them."""
     fields, value = Fields(Row(0, Path(), row), folder), row[name]
-    try:
+    with explain_errors(where, RowProblem, MediaProblem, OSError):
         media = fields.media(name) if isinstance(value, list) else [fields.medium(name)]
         return [read_reference(replace(medium, background=background)) for medium in media]
-    except (RowProblem, MediaProblem, OSError) as problem:
-        raise ValueError(f"{where}: {problem}") from problem
 
 
 def _is_object(line: str) -> bool:
@@ -266,7 +259,5 @@ def _is_object(line: str) -> bool:
 
 
 def _parse_json(line: str, where: str) -> Any:
-    try:
+    with explain_errors(f"{where}: not JSON"):
         return parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error

@@ -202,10 +202,8 @@ class UserEmbeddings:
         enough = {u: p[: self.shots] for u, p in by_user.items() if u and len(p) >= self.shots}
         if not enough:
             most = max((len(p) for u, p in by_user.items() if u), default=0)
-            raise ValueError(
-                f"{self.path}: no user has {self.shots} usable choices; the maximum is {most}: "
-                "lower shots, or add pairs with a user_id"
-            )
+            remedy = f"the maximum is {most}: lower shots, or add pairs with a user_id"
+            raise ValueError(f"{self.path}: no user has {self.shots} usable choices; {remedy}")
         return enough
 
     def embed(self) -> dict[str, Float[Tensor, "shots dim"]]:

@@ -22,6 +22,7 @@ from flowalign.reward_training.labelled_pairs import (
     pair_rows,
 )
 from flowalign.types import NonNegativeInt, PositiveInt, Range, require_ranges
+from flowalign.utils.errors import require_known
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",
@@ -110,10 +111,7 @@ def evaluate(
 
 
 def _select_names(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
-    if unknown := [name for name in wanted or [] if name not in known]:
-        raise ValueError(
-            f"no {what} {', '.join(map(repr, unknown))}; the table has {', '.join(known)}"
-        )
+    require_known(f"the table has no {what}", wanted or (), known)
     return list(wanted or known)
 
 

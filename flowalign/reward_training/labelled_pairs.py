@@ -14,6 +14,7 @@ from flowalign.data.readers.find_files import FORMATS
 from flowalign.functional.agreement import list_pairs
 from flowalign.functional.resampling import number_values
 from flowalign.types import Fittable, RewardModel
+from flowalign.utils.errors import require_known
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -70,11 +71,8 @@ def read_scores(path: Path) -> ScoredTable:
         ValueError: The table has no scores, or no human labels.
     """
     columns = _read(path)
-    missing = [name for name in ("record", "medium", "prompt") if name not in columns]
-    if missing:
-        raise ValueError(
-            f"{path} has no column {', '.join(missing)}: is it from `flowalign score`?"
-        )
+    needed = "record", "medium", "prompt"
+    require_known(f"{path} is not from `flowalign score`: it has no column", needed, columns)
     labels = [n for n in columns if n.partition("/")[0] in ("rank", "votes", "rating") and "/" in n]
     bad = [n.partition("/")[2] for n in columns if n.startswith("both_bad/")]
     dims = [name for name in columns if f"{name}_valid" in columns]
@@ -155,10 +153,7 @@ def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
     found = [model for model in models if isinstance(model, Fittable)]
     if len(found) != 1:
         names = ", ".join(model.spec.name for model in models)
-        raise ValueError(
-            f"{source} has {len(found)} rewards with weights to fit; it must have one; "
-            f"its rewards: {names}"
-        )
+        raise ValueError(f"{source} has {len(found)} rewards to fit, not one; it has {names}")
     return found[0]
 
 
@@ -173,9 +168,7 @@ def collect_comparisons(
         ValueError: The table lacks a dimension or the column, or has too few comparisons in it.
     """
     for what, asked, there in ("dimension", dims, table.scores), ("column", [column], table.humans):
-        if missing := [name for name in asked if name not in there]:
-            text = f"{source} has no {what} {missing[0]}; it has {', '.join(there)}"
-            raise ValueError(text[:400])
+        require_known(f"{source} has no {what}", asked, there)
     each = [pair_rows(table, dim, column) for dim in dims]
     if len({len(one.lead) for one in each}) > 1:
         raise ValueError(f"{source} has pairs without scores in some of {', '.join(dims)}"[:400])

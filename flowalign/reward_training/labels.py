@@ -122,9 +122,8 @@ def _check(
     for (dim, kind), some in zip(kinds.items(), given.tolist(), strict=True):
         if not some:
             named = sorted({name for record in records for name in getattr(record, kind)})
-            raise ValueError(
-                f"no record has {kind} of {dim!r}; the data have {kind} of {named or 'nothing'}"
-            )
+            there = f"the data have {kind} of {named or 'nothing'}"
+            raise ValueError(f"no record has {kind} of {dim!r}; {there}")
 
 
 def _request_key(record: Record) -> str:
@@ -139,10 +138,8 @@ def _parts(plain: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[
     order = sorted(set(plain), key=lambda p: hashlib.sha256(f"{seed}:{p}".encode()).digest())
     sizes = [max(round(share * len(order)), 1) if share else 0 for share in shares]
     if sum(sizes) >= len(order) or not sizes[0]:
-        raise ValueError(
-            f"{len(order)} prompts are too few for shares of {shares[0]:g} held out, "
-            f"{shares[1]:g} for the test, and the rest for training"
-        )
+        wanted = f"shares of {shares[0]:g} held out, {shares[1]:g} for the test, and the rest"
+        raise ValueError(f"{len(order)} prompts are too few for {wanted} for training")
     held, test = set(order[: sizes[0]]), set(order[sizes[0] : sum(sizes)])
     return torch.tensor([1 if p in held else 2 if p in test else 0 for p in plain])
 

@@ -29,6 +29,7 @@ from flowalign.reward_training.labels import (
 )
 from flowalign.reward_training.training import RewardTrainer
 from flowalign.training.checkpoint import put_back, put_in_place, state_tensors
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import atomic_write, parse_json, write_json
 
 FORMAT = "flowalign trained reward 1"
@@ -54,12 +55,10 @@ def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
     Raises:
         ValueError: The file is damaged, or belongs to other data, another backbone or another head.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            counters = parse_json((file.metadata() or {})["counters"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    kinds = SafetensorError, OSError, KeyError, ValueError
+    with explain_errors(f"{path} cannot be read", *kinds), safe_open(path, "pt") as file:
+        counters = parse_json((file.metadata() or {})["counters"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     here = {"data": data, "backbone": trainer.backbone.fingerprint}
     if changed := [key for key, value in here.items() if counters[key] != value]:
         raise ValueError(f"{path} was trained on other {' and '.join(changed)}; use --overwrite")

@@ -29,8 +29,9 @@ from flowalign.types import (
     Seed,
     require_ranges,
 )
+from flowalign.utils.errors import require_default
 from flowalign.utils.files import write_text
-from flowalign.utils.folders import LOCK, Claim, clear, is_unused
+from flowalign.utils.folders import LOCK, Claim, clear, require_removable, require_unused
 from flowalign.utils.tracking import FILE, Tracker
 from flowalign.utils.typed_settings import load_typed
 
@@ -91,22 +92,14 @@ class RewardRun:
         if not self.dimensions or not self.data:
             raise ValueError("dimensions and data must each have at least one entry")
         if self.held_out + self.test >= 1:
-            raise ValueError(
-                f"held_out is {self.held_out} and test {self.test}; their sum must be below 1"
-            )
-        if isinstance(self.backbone, NoisyBackbone) != (self.times is not None):
-            raise ValueError(
-                f"times is {self.times}, but the backbone {type(self.backbone).__name__} reads "
-                + (
-                    "noisy latents: set it, for example to flowalign.training.matching.Uniform"
-                    if self.times is None
-                    else "finished samples: set it to null"
-                )
-            )
-        if self.optimizer.kind != "adamw":
-            raise ValueError(
-                f"optimizer.kind is {self.optimizer.kind}; the training of a reward has adamw only"
-            )
+            raise ValueError(f"held_out is {self.held_out}, test {self.test}; need a sum below 1")
+        reads = f"the backbone {type(self.backbone).__name__} reads"
+        if not isinstance(self.backbone, NoisyBackbone):
+            require_default(self, "", f"{reads} finished samples", "times")
+        elif self.times is None:
+            remedy = "set it, for example to flowalign.training.matching.Uniform"
+            raise ValueError(f"times is null, but {reads} noisy latents: {remedy}")
+        require_default(self, "", "the training of a reward has adamw only", "optimizer.kind")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is cuda, but there is no GPU; set it to auto or cpu")
 
@@ -193,10 +186,8 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
 def _check_failures(run: RewardRun, problems: Sequence[str], total: int, what: str) -> None:
     """Raise ValueError if more than `max_failed_fraction` of the records or samples failed."""
     if len(problems) > run.max_failed_fraction * total:
-        raise ValueError(
-            f"{len(problems)} of {total} {what} (max_failed_fraction "
-            f"{run.max_failed_fraction:g}); the first: {problems[0]}"
-        )
+        share = f"(max_failed_fraction {run.max_failed_fraction:g})"
+        raise ValueError(f"{len(problems)} of {total} {what} {share}; the first: {problems[0]}")
 
 
 def embed_preferences(
@@ -247,11 +238,7 @@ def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
         return  # the first epoch did not end, for example because the disk was full
     if resume and not (folder / STATE).is_file():
         raise ValueError(f"{folder} holds no training to resume")
-    if overwrite and not is_unused(folder) and not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} holds no config.yaml, so it is no training and is not deleted")
-    if not (resume or overwrite or is_unused(folder)):
-        raise ValueError(
-            f"{folder} already holds a training and is not overwritten.\n"
-            "Add --resume to continue it, --overwrite to replace it, "
-            "or choose another output_dir."
-        )
+    if overwrite:
+        require_removable(folder)
+    elif not resume:
+        require_unused(folder)

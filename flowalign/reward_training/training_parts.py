@@ -20,6 +20,7 @@ from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.losses import LabelKind, RewardLoss, label_pairs
 from flowalign.training.matching.states import Times
 from flowalign.types import HeadNetwork, NoisyBackbone, PositiveFloat, PositiveInt, require_ranges
+from flowalign.utils.errors import require_known
 from flowalign.utils.seeds import generator
 
 
@@ -36,11 +37,7 @@ class Dimension:
     def __post_init__(self) -> None:
         """Reject labels that the loss cannot read, and a weight that is not positive."""
         require_ranges(self, "dimension")
-        if self.labels not in self.loss.reads:
-            raise ValueError(
-                f"{type(self.loss).__name__} reads {' or '.join(self.loss.reads)}, "
-                f"not {self.labels}"
-            )
+        require_known(f"{type(self.loss).__name__} does not read", [self.labels], self.loss.reads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ class Asks(RewardModel):
 
 WRONG = {
     "unmapped": ({"data": [{"file": "a.png"}]}, r"such as columns=\{'image': 'file'\}"),
-    "prompts": ({"data": [{"image": "a.png"}]}, r"or name their column: columns=\{'prompt': "),
+    "prompts": ({"data": [{"image": "a.png"}]}, r"or give columns=\{'prompt': "),
     "batch": ({"batch_size": 0}, "^batch_size is 0; it must be at least 1"),
     "limit": ({"limit": 0}, "^limit is 0; it must be at least 1"),
     "share": ({"max_failed_fraction": 3.0}, "^max_failed_fraction is 3.0; it must be at least 0"),
@@ -151,7 +151,7 @@ def test_other_settings_of_a_folder_and_wrong_pairs_are_named_as_in_python(tmp_p
         flowalign.score(images()[:1], redness, "a", out=tmp_path / "out")
     assert_no_shell(str(error.value))
     wrong = {
-        "rule is 'best'; it must be one of best_worst": {"rule": "best"},
+        "rule is 'best'; there are best_worst": {"rule": "best"},
         "min_gap is -1; it must be at least 0": {"min_gap": -1.0},
         "max_per_prompt is 0; it must be at least 1": {"max_per_prompt": 0},
         "weights names blue, which is not compared; there are redness": {"weights": {"blue": 1.0}},

@@ -178,8 +178,8 @@ def test_a_cluster_with_too_few_cores_left_is_told_once(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--address", "auto"], "--address auto needs --executor ray"),
-        (["--executor", "ray", "--shard", "0/2"], "exclude each other"),
+        (["--address", "auto"], "--address needs --executor ray"),
+        (["--executor", "ray", "--shard", "0/2"], "--shard excludes --executor ray"),
         (["--executor", "ray", "--processes", "9999"], "give at most"),
     ],
 )

@@ -134,7 +134,7 @@ def stored(folder: Path, *names: str) -> None:
     [
         (
             ["data/train-00000-of-00002.parquet", "data/test_unique-00000-of-00001-a1b2.parquet"],
-            r"holds the splits test, train; name one, such as '.*/data/test\*'",
+            r"has the splits test, train; name one, such as '.*/data/test\*'",
         ),
         (["training/a.png", "Validation/b.png"], r"training, validation; .* '.*/Validation'"),
     ],

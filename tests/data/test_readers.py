@@ -116,7 +116,7 @@ def test_wrong_schemas_are_refused_with_what_there_is(tmp_path):
     )
     with pytest.raises(ValueError, match=r"needs the columns jpg_0, jpg_1"):
         open_dataset(path, "pick_a_pic")
-    with pytest.raises(ValueError, match="'picapic' is unknown; there are auto, generic"):
+    with pytest.raises(ValueError, match="schema is 'picapic'; did you mean 'pick_a_pic"):
         open_dataset(path, "picapic")
     with pytest.raises(ValueError, match="does not exist"):
         open_dataset(str(tmp_path / "none.jsonl"))

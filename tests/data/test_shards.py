@@ -88,9 +88,9 @@ def test_a_bad_sample_is_a_record_that_says_why_and_the_next_ones_are_read(tmp_p
     assert (first.problem, last.problem) == ("", "")
     assert [record.problem.removeprefix("invalid row: a.tar ")[:52] for record in middle] == [
         "row 2: (1) has two files for the column image",
-        "row 3: (2) has a .json file that cannot be read (Exp",
+        "row 3: (2) has a .json file that cannot be read: Exp",
         "row 4: (3) has a .json file that is not a JSON objec",
-        "row 5: (4) has a .txt file that cannot be read ('utf",
+        "row 5: (4) has a .txt file that cannot be read: 'utf",
     ]
 
 

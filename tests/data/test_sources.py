@@ -149,11 +149,11 @@ def test_a_column_map_of_the_command_line_is_parsed():
 @pytest.mark.parametrize(
     ("source", "columns", "said"),
     [
-        (PAIRS, {"prompt": "captoin"}, r"has no column 'captoin'\nthere are chosen, prompt, rej"),
+        (PAIRS, {"prompt": "captoin"}, r"has no column 'captoin'; there are chosen, prompt, rej"),
         (PAIRS, {"promt": "prompt"}, "reads no column 'promt'; did you mean 'prompt'"),
         ([], None, "dataset holds no row"),
         ([3], None, "row 1 is a int, not a dictionary"),
-        (iter(PAIRS), None, r"list_iterator. An iterator can be read once only: give list\("),
+        (iter(PAIRS), None, r"of type list_iterator; it must be .*give list\("),
         ({"prompt": ["a"]}, None, r"dictionary of columns \['prompt'\]. Give Dataset.from_dict"),
         (
             lambda: datasets().DatasetDict(train=table_of(PAIRS)),
@@ -211,7 +211,7 @@ def test_prompts_come_from_lists_and_datasets(tmp_path):
     for source, said in (
         ([], "'dataset' holds no prompt"),
         (["a", " "], r"prompts\[1\] is ' '; expected a prompt"),
-        ([{"caption": "a"}], "dataset row 1: expected an object with a text field 'prompt'"),
+        ([{"caption": "a"}], "dataset row 1: expected a text field 'prompt'"),
         (["a", {"prompt": "b"}], "dataset row 1 is a str, not a dictionary"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -248,7 +248,7 @@ def test_a_dataset_of_the_hub_is_a_stream_of_one_split(monkeypatch):
         ("o/n", None, "train", False, []),
     ]
     with pytest.raises(
-        ValueError, match="has the splits train, test; name one, such as hub:o/n:tr"
+        ValueError, match=r"has the splits train, test; name one, such as .hub:o/n:tr"
     ):
         open_dataset("hub:o/n")
     with pytest.raises(

@@ -277,8 +277,6 @@ def test_chosen_columns_only(tmp_path):
     [
         (["--scores", "MQ"], "no scored dimension 'MQ'; the table has VQ"),
         (["--humans", "rank/x"], "no human column 'rank/x'; the table has rank/overall"),
-        (["--limit", "3"], "--rewards is missing for --limit"),
-        (["--rewards", "x.yaml"], "--rewards needs --out"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, words, message):

@@ -75,10 +75,8 @@ class RunningStats:
         """Raise TooManyFailures if there are `at_least` rows and a larger share of them failed."""
         if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
             most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
-            raise TooManyFailures(
-                f"{self.failed} of {self.rows} rows failed, more than the allowed share of "
-                f"{max_failed_fraction:g}: {most}"
-            )
+            allowed = f"more than the allowed share of {max_failed_fraction:g}"
+            raise TooManyFailures(f"{self.failed} of {self.rows} rows failed, {allowed}: {most}")
 
     def summary(self) -> dict[str, Any]:
         """Return counts and statistics, ready for summary.json."""

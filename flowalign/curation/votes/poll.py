@@ -14,6 +14,7 @@ import torch
 
 from flowalign.curation.votes.questions import Question, VoteTable
 from flowalign.functional.agreement import krippendorff_alpha
+from flowalign.utils.errors import require_known
 from flowalign.utils.seeds import is_in_share
 
 Kind = Literal["best", "rank", "rate"]
@@ -38,8 +39,7 @@ class PollSettings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that contradict each other."""
-        if self.kind not in KINDS:
-            raise ValueError(f"--ask is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        require_known("--ask is", [self.kind], KINDS)
         if self.kind != "rate" and len(self.dimensions) != 1:
             raise ValueError(f"--ask {self.kind} takes one dimension, got {self.dimensions}")
 
@@ -170,9 +170,8 @@ class Poll:
         for dim, values in answers.items():
             fits = isinstance(values, list) and len(values) == count
             if not (fits and all(type(v) is int and 1 <= v <= most for v in values)):
-                raise ValueError(
-                    f"{dim} must be {count} whole numbers in [1, {most}], got {values!r:.80}"
-                )
+                wanted = f"{count} whole numbers in [1, {most}]"
+                raise ValueError(f"{dim} must be {wanted}, got {values!r:.80}")
         return {dim: answers[dim] for dim in dims}
 
 

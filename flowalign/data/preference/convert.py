@@ -25,7 +25,7 @@ from flowalign.data.readers.training_rows import (
 )
 from flowalign.data.tensor_store import is_latent
 from flowalign.types import InputSpec
-from flowalign.utils.errors import suggest_name
+from flowalign.utils.errors import require_known
 from flowalign.utils.media.media import MediaProblem
 
 ByDimension = Mapping[str, Sequence[float]]
@@ -147,10 +147,7 @@ def _read_preferences(
         compared = [dim for dim in found if dim in record.ranks or dim in record.votes]
         chosen = dimensions or compared or found
         yield where, record, {dim: found[dim] for dim in chosen if dim in found}
-    for name in dimensions:
-        if name not in known:
-            hint = suggest_name(name, sorted(known))
-            raise ValueError(f"{dataset.name} has no dimension {name!r}; {hint}")
+    require_known(f"{dataset.name} has no dimension", dimensions, sorted(known))
 
 
 def _read_usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]]:

@@ -119,17 +119,15 @@ class PreferenceDataset:
         cannot be used.
         """
         rows = self.open_rows()
-        first, report = replace(rows, limit=_CHECKED), DropReport()
-        examples = self._read(first, False, lambda medium: medium, report)
+        report = DropReport()
+        examples = self._read(replace(rows, limit=_CHECKED), False, lambda medium: medium, report)
         fitting = drop_misfits(examples, input_spec, report)
         usable = drop_short(fitting, num_frames, report) if num_frames else fitting
         if not usable:
             reasons = [line[:_LONGEST] for line in report.lines()[:3]]
             told = "\n".join(reasons or ["they give no examples"])
-            raise ValueError(
-                f"recipe.data: none of the first {_CHECKED} rows of {rows.name!r} can be used as "
-                f"{self.kind}:\n{told}"
-            )
+            first = f"the first {_CHECKED} rows of {rows.name!r}"
+            raise ValueError(f"recipe.data: none of {first} can be used as {self.kind}:\n{told}")
         return usable
 
     def _read(self, rows: Dataset, labelled: bool, keep: Keep, report: DropReport) -> list[Example]:
@@ -148,10 +146,8 @@ class PreferenceDataset:
         rows are read; no image or video is decoded.
         """
         if self.kind in ("attributes", "captions"):
-            raise ValueError(
-                f"recipe.data.kind {self.kind} adds attributes to prompts itself: set conditioning "
-                "to null, or kind to samples"
-            )
+            remedy = "set conditioning to null, or kind to samples"
+            raise ValueError(f"recipe.data.kind {self.kind} adds attributes itself: {remedy}")
         scored: list[str] = []
         if conditioning.dims:
             rows = itertools.islice(self.open_rows().iter_located(), _LOOKED_AT)

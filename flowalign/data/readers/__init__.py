@@ -12,6 +12,7 @@ from flowalign.data.readers.published import PUBLISHED
 from flowalign.data.readers.schema import Fields, Schema, split_names
 from flowalign.data.readers.sources import Columns, RowSource, Source, open_rows, parse_columns
 from flowalign.data.readers.training_rows import GENERIC, NAMES, TRAINING
+from flowalign.utils.errors import require_known
 
 __all__ = ["SCHEMAS", "Columns", "Dataset", "Source", "open_dataset", "parse_columns"]
 SCHEMAS = {schema.name: schema for schema in (*TRAINING, *PUBLISHED)}
@@ -85,8 +86,7 @@ def open_dataset(
         ValueError: The dataset does not exist or has no row, it lacks a column, its schema is
             unknown, or several schemas fit.
     """
-    if schema != "auto" and schema not in SCHEMAS:
-        raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
+    require_known("schema is", [schema], ("auto", *SCHEMAS))
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"the folder of the media, {root!r}, does not exist")
     own = split_names(SCHEMAS[schema].columns) if schema != "auto" else ()
@@ -95,10 +95,8 @@ def open_dataset(
     schemas = TRAINING if columns else tuple(SCHEMAS.values())
     chosen = _detect(rows.name, there, schemas) if schema == "auto" else SCHEMAS[schema]
     if chosen.missing(there):
-        raise ValueError(
-            f"schema {chosen.name} needs the columns {', '.join(chosen.missing())};\n"
-            f"{rows.name} has {', '.join(sorted(there))}"
-        )
+        needs = f"schema {chosen.name} needs the columns {', '.join(chosen.missing())}"
+        raise ValueError(f"{needs};\n{rows.name} has {', '.join(sorted(there))}")
     return Dataset(rows, Path(root) if root else rows.root, chosen)
 
 
@@ -138,9 +136,8 @@ def _detect(name: str, columns: frozenset[str], schemas: Sequence[Schema]) -> Sc
         near = min(schemas, key=lambda schema: len(schema.missing(columns)))
         names = near.missing(columns)[0].split("|")
         wanted = "image" if "image" in names else names[0]
-        raise ValueError(
-            f"no schema fits the columns {', '.join(sorted(columns))} of {name};\n{near.name} "
-            f"lacks {', '.join(near.missing(columns))}: map a column, such as "
-            f"--columns {wanted}={min(columns - NAMES or columns)}"
-        )
+        remedy = f"map a column, such as --columns {wanted}={min(columns - NAMES or columns)}"
+        lacks = f"{near.name} lacks {', '.join(near.missing(columns))}: {remedy}"
+        there = ", ".join(sorted(columns))
+        raise ValueError(f"no schema fits the columns {there} of {name};\n{lacks}")
     return (published or found)[0]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from flowalign.data.readers.formats import (
     Row,
@@ -102,9 +103,7 @@ def _find_in_folder(folder: Path) -> list[Path]:
     if (folder / _SPLITS).is_file():
         with explain_shape(folder / _SPLITS, _SAVE_AGAIN):
             splits = [*map(str, read_object(folder / _SPLITS)["splits"])]
-        raise ValueError(
-            f"{folder} holds the splits {', '.join(splits)}; name one, such as {folder / splits[0]}"
-        )
+        refuse_splits(folder, splits, folder / splits[0])
     if (folder / _SAVED).is_file():
         with explain_shape(folder / _SAVED, _SAVE_AGAIN):
             state = read_object(folder / _SAVED)
@@ -142,10 +141,14 @@ def _check_splits(folder: Path, files: Iterable[Path]) -> None:
                 place = folder.joinpath(*parts[:i], part if i + 1 < len(parts) else f"{found[0]}*")
                 splits.setdefault(found[0].lower(), str(place))
     if len(splits) > 1:
-        raise ValueError(
-            f"{folder} holds the splits {', '.join(sorted(splits))}; "
-            f"name one, such as {min(splits.values())!r}"
-        )
+        refuse_splits(folder, sorted(splits), min(splits.values()))
+
+
+def refuse_splits(name: Path | str, splits: Iterable[str], example: Path | str) -> NoReturn:
+    """Raise ValueError because a dataset has several splits, of which one must be chosen."""
+    raise ValueError(
+        f"{name} has the splits {', '.join(splits)}; name one, such as {str(example)!r}"
+    )
 
 
 def _report_others(folder: Path, files: Sequence[Path]) -> None:

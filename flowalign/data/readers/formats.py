@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import parse_json
 from flowalign.utils.imports import import_optional
 from flowalign.utils.media.media import PICTURES, VIDEOS
@@ -158,10 +159,8 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
                     named = zip(header, cells, strict=True)
                     yield Row(number, path, {name: cell for name, cell in named if name and cell})
         except csv.Error as error:
-            raise ValueError(
-                f"{path} line {rows.line_num} has a wrong quote ({error}); "
-                'write a quote inside a quoted cell as ""'
-            ) from error
+            remedy = f'({error}); write a quote inside a quoted cell as ""'
+            raise ValueError(f"{path} line {rows.line_num} has a wrong quote {remedy}") from error
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
@@ -263,10 +262,8 @@ def read_tar(path: Path) -> Iterator[Row]:
     seen: set[int] = set()  # hashes take less memory than names
     for number, (key, members) in enumerate(samples, 1):
         if hash(key) in seen:
-            raise ValueError(
-                f"{path} holds the files of sample {key!r} apart, or twice; "
-                "sort them by name (tar --sort=name) and remove copies"
-            )
+            remedy = "sort them by name (tar --sort=name) and remove copies"
+            raise ValueError(f"{path} holds the files of sample {key!r} apart, or twice; {remedy}")
         seen.add(hash(key))
         try:
             yield Row(number, path, {"id": f"{path.stem}/{key}", **_collect_fields(members)})
@@ -333,9 +330,7 @@ def _require_content(content: bytes | str) -> bytes:
 
 def _parse_value(kind: str, content: bytes) -> Any:
     """Return the text of a text file, the value of a JSON file, or the bytes of other files."""
-    try:
+    with explain_errors(f"has a .{kind} file that cannot be read", to=RowProblem):
         if kind == "json":
             return parse_json(content)
         return decode_text(content).strip() if _MEMBERS[kind] == "prompt" else content
-    except ValueError as error:
-        raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

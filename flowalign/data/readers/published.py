@@ -201,9 +201,8 @@ def _read_pairwise(rows: Sequence[Fields], default_id: str) -> Record:
         letters = (row.text("comparison_type") or "AvsB").split("vs")
         verdicts.append(parse_ranking(row.text("ranking")))
         if sorted(verdicts[-1]) != sorted(letters):
-            raise RowProblem(
-                f"ranking {row.text('ranking')!r} does not compare {' and '.join(letters)}"
-            )
+            given = row.text("ranking")
+            raise RowProblem(f"ranking {given!r} does not compare {' and '.join(letters)}")
         for letter, column in zip(letters, ("candidate_1", "candidate_2"), strict=True):
             media.setdefault(letter, row.medium(column))
     ranks = _join_verdicts(verdicts, sorted(media))
@@ -258,10 +257,8 @@ def _mmrb2(rows: Sequence[Fields], default_id: str) -> Record:
 
 def _take_only(media: Sequence[Media], side: str) -> Media:
     if len(media) != 1:
-        raise RowProblem(
-            f"{side} has {len(media)} images; only pairs of one image each are read, "
-            "the tasks t2i and edit"
-        )
+        only = "only pairs of one image each are read, the tasks t2i and edit"
+        raise RowProblem(f"{side} has {len(media)} images; {only}")
     return media[0]
 
 

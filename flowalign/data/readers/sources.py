@@ -21,10 +21,11 @@ from flowalign.data.readers.find_files import (
     is_medium,
     list_files,
     read_folder,
+    refuse_splits,
 )
 from flowalign.data.readers.formats import ROWS_AT_ONCE, Row, number_rows
 from flowalign.data.readers.training_rows import NAMES
-from flowalign.utils.errors import suggest_name
+from flowalign.utils.errors import explain_errors, require_known
 from flowalign.utils.imports import import_optional
 from flowalign.utils.live_objects import find_object
 
@@ -87,10 +88,7 @@ def open_rows(source: Source, columns: Columns | None = None, names: Set[str] = 
         ValueError: There is no such dataset, it lacks one of `columns`, or a name is not in
             `names`.
     """
-    for name in columns or ():
-        if name not in names:
-            hint = suggest_name(name, sorted(names))
-            raise ValueError(f"columns: flowalign reads no column {name!r}; {hint}")
+    require_known("columns: flowalign reads no column", columns or (), sorted(names))
     if isinstance(source, str) and (known := find_object(source)) is not None:
         source = known
     if isinstance(source, str | os.PathLike):
@@ -169,10 +167,8 @@ class ObjectRows(RowSource):
             remedy = "Give one of them" if kind == "splits" else "Give Dataset.from_dict(...)"
             raise ValueError(f"the dataset is a dictionary of {kind} {list(content)}. {remedy}")
         if isinstance(content, Iterator) or not isinstance(content, Iterable):
-            raise ValueError(
-                f"a dataset must be a path, a list of dictionaries or a dataset of `datasets`, got "
-                f"{type(content).__name__}. An iterator can be read once only: give list(...)"
-            )
+            wanted = "a path, a list of dictionaries or a dataset of `datasets`; give list(...)"
+            raise ValueError(f"a dataset is of type {type(content).__name__}; it must be {wanted}")
 
     @override
     def __iter__(self) -> Iterator[Row]:
@@ -210,16 +206,14 @@ def _has_transform(content: Any) -> bool:
 def _open_hub(name: str) -> ObjectRows:
     """Open a dataset of the Hugging Face Hub as a stream; offline, open its downloaded copy."""
     if not (parts := _HUB.match(name)):
-        raise ValueError(
-            f"{name!r} is no dataset of the Hub; write hub:OWNER/NAME:SPLIT, or "
-            "hub:OWNER/NAME@REVISION:SPLIT"
-        )
+        form = "hub:OWNER/NAME:SPLIT, or hub:OWNER/NAME@REVISION:SPLIT"
+        raise ValueError(f"{name!r} is no dataset of the Hub; write {form}")
     library = import_optional("datasets", "data")
     from huggingface_hub import constants
 
     wanted = {"path": parts["name"], "revision": parts["revision"]}
     options: dict[str, Any] = {"streaming": not constants.HF_HUB_OFFLINE}
-    try:
+    with explain_errors(f"{name} could not be opened", OSError, ValueError):
         if options["streaming"]:
             config = library.load_dataset_builder(**wanted).config
             if "fragment_scan_options" in vars(config):
@@ -228,14 +222,8 @@ def _open_hub(name: str) -> ObjectRows:
                 # Without this option, a stream of parquet files holds whole files.
                 options["fragment_scan_options"] = ParquetFragmentScanOptions(pre_buffer=False)
         content = library.load_dataset(**wanted, split=parts["split"], **options)
-    except (OSError, ValueError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name} could not be opened: {first_line}") from error
     if isinstance(content, Mapping):
-        there = ", ".join(content)
-        raise ValueError(
-            f"{name} has the splits {there}; name one, such as {name}:{next(iter(content))}"
-        )
+        refuse_splits(name, content, f"{name}:{next(iter(content))}")
     return ObjectRows(content, name)
 
 
@@ -249,12 +237,7 @@ class RenamedRows(RowSource):
             for one in columns.values()
             for source in ([one] if isinstance(one, str) else one)
         }
-        there = rows.columns()
-        if missing := sorted(self._used - there):
-            raise ValueError(
-                f"{self.name} has no column {', '.join(map(repr, missing))}\n"
-                f"there are {', '.join(sorted(there))}"
-            )
+        require_known(f"{self.name} has no column", sorted(self._used), sorted(rows.columns()))
 
     @override
     def __iter__(self) -> Iterator[Row]:
