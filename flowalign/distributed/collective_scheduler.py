@@ -53,10 +53,8 @@ class Evaluations:
             RuntimeError: This process has not evaluated the network yet.
         """
         if self._last is None:
-            raise RuntimeError(
-                "a process without any example cannot take part in the backward pass of sharded "
-                "weights: give each process at least one"
-            )
+            remedy = "give each process at least one"
+            raise RuntimeError(f"a process without examples has no sharded backward pass: {remedy}")
         args, kwargs = self._last
         with torch.enable_grad():
             made = self.network(*args, **kwargs)
@@ -233,7 +231,5 @@ def expect_all_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(
-            "another process of this run ended or cannot be reached, so this process ends as well: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        lost = "another process of this run ended or cannot be reached, so this one ends as well"
+        raise ConnectionError(f"{lost}: {str(error).splitlines()[0]}") from error

@@ -32,17 +32,11 @@ class Context:
         return part
 
 
-def check_degree(degree: int, world: int) -> None:
-    """Check that the processes can be divided into groups of `degree`.
-
-    Raises:
-        ValueError: `degree` does not divide the number of processes.
-    """
+def check_degree(degree: int, world: int, name: str = "context_degree") -> None:
+    """Raise ValueError if the processes cannot be divided into groups of `degree`."""
     if world % degree:
-        raise ValueError(
-            f"sharding.context_degree is {degree}, which does not divide the number of processes, "
-            f"{world}: give it or --processes another value; allowed here: {list_divisors(world)}"
-        )
+        allowed = f"does not divide {world} processes; allowed here: {list_divisors(world)}"
+        raise ValueError(f"sharding.{name} is {degree}, which {allowed}")
 
 
 def list_divisors(*numbers: int) -> str:

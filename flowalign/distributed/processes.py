@@ -203,10 +203,8 @@ def check_fits(processes: int, device: str = "auto") -> None:
     on_gpu = _device_type(device) == "cuda"
     most = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
     if processes > most:
-        raise ValueError(
-            f"--processes is {processes}, but this machine has {most} "
-            f"{'GPU' if on_gpu else 'CPU core'}{'s' * (most > 1)}; give at most {most}"
-        )
+        there = f"{most} {'GPU' if on_gpu else 'CPU core'}{'s' * (most > 1)}; give at most {most}"
+        raise ValueError(f"--processes is {processes}, but this machine has {there}")
 
 
 def join(device: str = "auto", context_degree: int = 1) -> Processes:
@@ -221,10 +219,8 @@ def join(device: str = "auto", context_degree: int = 1) -> Processes:
     local_rank, kind = int(os.environ.get("LOCAL_RANK", 0)), _device_type(device)
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if world > 1 and "RANK" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE is {world}, but RANK is not set: a launcher sets both; for one process "
-            "unset WORLD_SIZE"
-        )
+        remedy = "a launcher sets both; for one process unset WORLD_SIZE"
+        raise ValueError(f"WORLD_SIZE is {world}, but RANK is not set: {remedy}")
     check_degree(context_degree, world)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
@@ -277,7 +273,5 @@ def _start_scheduler() -> CollectiveScheduler:
 def _device_type(device: str) -> str:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device cuda was asked for, but torch sees no CUDA device; allowed here: auto, cpu"
-        )
+        raise ValueError("device is cuda, but torch sees no CUDA device; allowed here: auto, cpu")
     return kind

@@ -32,10 +32,9 @@ def check_processes(run: Run, prompts: int, processes: int) -> None:
     check_fits(processes, run.device)
     check_world(run.sharding, processes)
     if prompts < run.sharding.groups(processes):
-        raise ValueError(
-            f"--processes is {processes}, but evaluation has {prompts} samples; "
-            f"give at most {prompts * run.sharding.context_degree}"
-        )
+        most = f"evaluation has {prompts} samples"
+        allowed = f"give at most {prompts * run.sharding.context_degree}"
+        raise ValueError(f"--processes is {processes}, but {most}; {allowed}")
 
 
 def evaluate_weights(

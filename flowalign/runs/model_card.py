@@ -171,17 +171,13 @@ def read_benchmarks(folders: Sequence[str], weights: Path) -> list[tuple[str, st
 def _read_benchmark(folder: Path, digest: str, weights: Path) -> tuple[str, str]:
     file = folder / "results.json"
     if not file.is_file():
-        raise ValueError(
-            f"--benchmark {folder} has no results.json: name the output folder of "
-            "`flowalign eval --benchmark`, after all of its shards"
-        )
+        remedy = "name the output folder of a finished `flowalign eval --benchmark`"
+        raise ValueError(f"--benchmark {folder} has no results.json: {remedy}")
     content = read_object(file)
     if digest not in content["weights"].values():
         evaluated = ", ".join(content["weights"])
-        raise ValueError(
-            f"--benchmark {folder} evaluated {evaluated}, not the exported weights: repeat "
-            f"`flowalign eval --benchmark` with --weights {weights}"
-        )
+        remedy = f"repeat `flowalign eval --benchmark` with --weights {weights}"
+        raise ValueError(f"--benchmark {folder} evaluated {evaluated}, not the exported: {remedy}")
     return content["title"], (folder / "results.md").read_text(encoding="utf-8").strip()
 
 

@@ -18,6 +18,7 @@ from flowalign.training.divergence import plan_distance
 from flowalign.training.learner import check_kind
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, describe_conditioning
+from flowalign.utils.errors import require_known
 from flowalign.utils.tracking import check_trackers
 
 
@@ -67,8 +68,7 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         ValueError: The name is unknown.
     """
-    if name not in GPUS:
-        raise ValueError(f"--gpu is {name!r}; there are {', '.join(GPUS)}")
+    require_known("--gpu is", [name], GPUS)
     return GPUS[name]
 
 
@@ -193,10 +193,8 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
     check_kind(run.optimizer.kind, divided)
     if run.evaluation and len(run.evaluation.items()) < groups:
-        raise ValueError(
-            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {groups} "
-            "processes"
-        )
+        count = run.evaluation.num_prompts
+        raise ValueError(f"evaluation.num_prompts is {count}, too few for {groups} processes")
     rewards = run.build_rewards()
     step = run.recipe.plan(run.context(rewards), model, groups)
     samples = run.evaluation.items() if run.evaluation else ()

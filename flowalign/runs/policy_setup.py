@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flowalign.data.tensor_store import StoredPrompts
-from flowalign.distributed.context_parallel import check_degree, list_divisors
+from flowalign.distributed.context_parallel import check_degree
 from flowalign.distributed.processes import Processes, take_turns
 from flowalign.types import Policy, Request, Setup, Sharding
 from flowalign.utils.console import get_log
@@ -13,37 +13,19 @@ from flowalign.utils.costs import Costs
 
 
 def check_device(setup: Setup, device: torch.device) -> None:
-    """Check that the device supports the setup.
-
-    Raises:
-        ValueError: Weights are nf4, or offloaded to main memory, on the CPU.
-    """
+    """Raise ValueError for weights in nf4, or offloaded to main memory, on the CPU."""
     if setup.offload != "none" and device.type == "cpu":
-        raise ValueError(
-            f"offload is {setup.offload}, but on the CPU the network is in main memory anyway; "
-            "set it to none"
-        )
+        reason = "on the CPU the network is in main memory anyway: set it to none"
+        raise ValueError(f"offload is {setup.offload}, but {reason}")
     kinds = setup.quantization.denoiser, setup.quantization.text_encoders
     if "nf4" in kinds and device.type == "cpu":
-        raise ValueError(
-            "quantization nf4 needs a GPU, since diffusers supports it only there; on the CPU "
-            "choose int8 or fp8"
-        )
+        raise ValueError("quantization nf4 needs a GPU; on the CPU choose int8 or fp8")
 
 
 def check_world(sharding: Sharding, world: int) -> None:
-    """Check that the number of processes fits the sharding.
-
-    Raises:
-        ValueError: Processes would be left over.
-    """
+    """Raise ValueError if the sharding would leave processes over."""
     check_degree(sharding.context_degree, world)
-    degree = sharding.shard_degree
-    if degree and world % degree:
-        raise ValueError(
-            f"sharding.shard_degree is {degree}, which does not divide {world} processes; "
-            f"allowed here: {list_divisors(world)}"
-        )
+    check_degree(sharding.shard_degree or 1, world, "shard_degree")
 
 
 def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs) -> None:

@@ -12,7 +12,7 @@ from flowalign.training import checkpoint
 from flowalign.training.recipe import Recipe
 from flowalign.utils import folders
 from flowalign.utils.files import bundled, digest_file, write_text
-from flowalign.utils.folders import Claim, is_unused
+from flowalign.utils.folders import Claim, is_unused, require_removable, require_unused
 from flowalign.utils.local_modules import list_files
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.tracking import FILE, read_metrics
@@ -101,11 +101,9 @@ def check_resumable(
     """
     found = find_changes(before, after)
     if refused := [change for change in found if not change.accepted]:
-        listed = "\n".join(shorten_list(refused))
-        raise ValueError(
-            f"{where} cannot resume with other settings (earlier -> now):\n{listed}\n"
-            f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch."
-        )
+        head = f"{where} cannot resume with other settings (earlier -> now):"
+        may = f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch."
+        raise ValueError("\n".join([head, *shorten_list(refused), may]))
     return found
 
 
@@ -145,14 +143,11 @@ def check_start(run: Run, config: str, overwrite: bool) -> None:
     """
     folder = Path(run.output_dir)
     if overwrite:
-        _check_removable(folder)
+        require_removable(folder)
     elif is_opening(folder, run.recipe) and (folder / CONFIG).is_file():
         check_resume(run, config, folder)
-    elif not (is_unused(folder) or is_untrained(folder)):
-        raise ValueError(
-            f"{folder} already holds a run and is not overwritten.\n"
-            "Add --resume to continue it, --overwrite to replace it, or choose another output_dir."
-        )
+    elif not is_untrained(folder):
+        require_unused(folder)
 
 
 def check_resume(run: Run, config: str, resume: Path) -> list[str]:
@@ -179,10 +174,8 @@ def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
         loop = checkpoint.read_loop(resume)
         done, inputs = loop["step"], _find_changed_inputs(run, config, loop)
         if run.num_steps < done:
-            raise ValueError(
-                f"num_steps is {run.num_steps}, but {resume} has {done} steps:\n"
-                f"give num_steps of at least {done}, or an older checkpoint with --resume PATH"
-            )
+            remedy = f"give at least {done}, or an older checkpoint with --resume PATH"
+            raise ValueError(f"num_steps is {run.num_steps}, but {resume} has {done}: {remedy}")
     before = read_yaml(resume / CONFIG)
     found = check_resumable(before, parse_yaml(config), str(resume))
     return shorten_list([*inputs, *found], _MOST_CHANGES)
@@ -240,10 +233,8 @@ def _find_changed_inputs(run: Run, config: str, loop: Mapping[str, Any]) -> list
     earlier, now = loop.get("inputs", {}), digest_inputs(run, config)
     changed = [name for name in earlier.keys() & now.keys() if earlier[name] != now[name]]
     if _WEIGHTS in changed:
-        raise ValueError(
-            f"the model has other weights than in the first {loop['step']} steps, which cannot be "
-            "continued: restore them, or choose another output_dir"
-        )
+        earlier = f"other weights than in the first {loop['step']} steps"
+        raise ValueError(f"the model has {earlier}: restore them, or choose another output_dir")
     return [f"content of {name} since step {loop['step']}" for name in sorted(changed)]
 
 
@@ -298,12 +289,5 @@ def clear(folder: Path) -> None:
     Raises:
         ValueError: The folder does not look like a run directory.
     """
-    _check_removable(folder)
+    require_removable(folder)
     folders.clear(folder, last=CONFIG)
-
-
-def _check_removable(folder: Path) -> None:
-    if not is_unused(folder) and not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"{folder} holds no config.yaml, so it is no run directory and is not deleted"
-        )

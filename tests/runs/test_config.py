@@ -186,7 +186,7 @@ def test_an_option_changes_one_weight_or_all_rewards():
     [
         ("rewards.1.weight=2", ["--rewards.1.weight", "from 0 to 0", "--rewards.0.weight"]),
         ("rewards.colour=2", ["--rewards.colour", "from 0 to 0"]),
-        ("rewards.0.weight=1", ["ShapesVerifier has the weight 1.0", "weight: {colour: 1.0}"]),
+        ("rewards.0.weight=1", ["weight of ShapesVerifier is 1.0", "weight: {colour: 1.0}"]),
         ("rewards.0.weight=loud", ["rewards.weight", "loud"]),
         ("rewards.0.weigt=1", ["weigt"]),
         ("rewards=[", ["--rewards", "no YAML"]),
@@ -282,7 +282,7 @@ def test_nothing_to_resume_and_a_directory_in_use_are_refused(capsys, tmp_path):
     (folder / "mine.txt").write_text("keep")
     assert "nothing to resume" in refusal(capsys, *train, "--resume")
     assert "already holds a run" in refusal(capsys, *train)
-    assert "no run directory" in refusal(capsys, *train, "--overwrite")
+    assert "it is no run" in refusal(capsys, *train, "--overwrite")
     assert (folder / "mine.txt").read_text() == "keep"
 
 

@@ -86,7 +86,7 @@ WRONG = {
         "rewards/0/weight": ({"strickt": 1.0}, "strickt", "exact_match"),
         DATA + "user_dropout": (
             0.25,
-            "recipe.data.user_dropout is 0.25, but the policy SD3 has no user conditioning",
+            "recipe.data.user_dropout is 0.25, but policy SD3 has no user conditioning",
         ),
     },
 }

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from flowalign.runs.config.run import Run
-from flowalign.utils.errors import ConfigError
+from flowalign.utils.errors import ConfigError, convert_value_errors
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import pause_garbage_collection
 from flowalign.utils.strict_yaml import read_mapping
@@ -107,15 +107,11 @@ def _with_file(composed: Composition, config: str) -> Composition:
 
 def _read_base(base: str, config: str) -> dict[str, Any]:
     """Read a file that another file extends; it must not extend any itself."""
-    try:
+    with convert_value_errors(f"{config} extends a file that cannot be used:\n"):
         content = read_mapping(base)
-    except ConfigError as error:
-        raise ConfigError(f"{config} extends a file that cannot be used:\n{error}") from error
     if _EXTENDS in content:
-        raise ConfigError(
-            f"{config} extends {base}, which extends {content[_EXTENDS]} itself.\n"
-            f"Only one level is allowed: list all base files in {config}."
-        )
+        remedy = f"Only one level is allowed: list all base files in {config}."
+        raise ConfigError(f"{config} extends {base}, which extends another file.\n{remedy}")
     return content
 
 
