@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import bundled, read_object
 from flowalign.utils.hub import contact, file_of, why_not
 from reward_models.backbones.libraries import accelerate, transformers
@@ -34,9 +35,8 @@ def find_file(source: str, name: str | None = None) -> Path:
     if path.is_dir() and name is not None and (path / name).is_file():
         return path / name
     if path.exists() or name is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise ValueError(
-            f"{source}: no such file" + (f", nor a folder with {name}" if name else "")
-        )
+        nor = f", nor a folder with {name}" if name else ""
+        raise ValueError(f"{source}: no such file{nor}")
     return file_of(source, name)
 
 
@@ -54,10 +54,9 @@ def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise ValueError(f"{source}: no such folder")
     contact()
+    patterns = list(only) if only else None
     try:
-        return Path(
-            huggingface_hub.snapshot_download(source, allow_patterns=list(only) if only else None)
-        )
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
     except OSError as error:
         raise ValueError(why_not(source, "all of it", error)) from error
 
@@ -111,13 +110,10 @@ def read_transformers(kind: Any, source: str | Path, **settings: Any) -> Any:
     Raises:
         ValueError: The folder or hub repository cannot be read, or its weights do not fit.
     """
-    try:
+    with explain_errors(f"{source} cannot be read", OSError, RuntimeError, SafetensorError):
         network, info = kind.from_pretrained(
             find_folder(str(source)), output_loading_info=True, use_safetensors=True, **settings
         )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source} cannot be read: {why}") from error
     _refuse_misfits(
         network,
         source,

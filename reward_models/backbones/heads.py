@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from flowalign.functional.rating import Features, Ratings
 from flowalign.types import Decay, Head, HeadNetwork, PositiveFloat, PositiveInt
+from flowalign.utils.errors import require_known
 
 _LOG_VARIANCE = 8.0
 """Bound on the absolute log variance, applied smoothly (tanh)."""
@@ -99,9 +100,8 @@ class PromptGated(Head):
         temperature: PositiveFloat = 1.0,
     ):
         if not groups or any(len(set(g)) != len(g) or len(g) < 2 for g in groups.values()):
-            raise ValueError(
-                f"groups are {dict(groups)}; a total must weight at least two dimensions"
-            )
+            wanted = "a total must weight at least two dimensions"
+            raise ValueError(f"groups are {dict(groups)}; {wanted}")
         self.groups, self.hidden = groups, hidden
         self.dropout, self.temperature = dropout, temperature
 
@@ -111,14 +111,9 @@ class PromptGated(Head):
             raise ValueError("PromptGated needs a backbone that reads prompts")
         known = [d for d in dims if d not in self.groups]
         for total, parts in self.groups.items():
-            if missing := [d for d in (total, *parts) if d not in dims]:
-                raise ValueError(
-                    f"groups name {missing}, which are not dimensions; known are {list(dims)}"
-                )
+            require_known("groups name the dimension", (total, *parts), dims)
             if late := [d for d in parts if d not in known]:
-                raise ValueError(
-                    f"{total} weights {late}, which come after it in groups; reorder groups"
-                )
+                raise ValueError(f"{total} weights {late} of later groups; reorder groups")
             known.append(total)
         return _GatedTotals(self, joint, prompt, dims)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowalign.functional.path_gradient import straight_through
 from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, Range
+from flowalign.utils.errors import explain_errors, require_known
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import LazyModule
 from reward_models.backbones.checkpoints import find_folder, fingerprint_of, read_transformers
@@ -255,11 +256,6 @@ class QwenYesNo(YesNoJudge):
 
 def _read_processor(folder: Path) -> Any:
     kind = read_object(folder / "config.json").get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"{folder} holds a {kind}; a judge is one of {', '.join(ARCHITECTURES)}")
-    try:
+    require_known(f"{folder} holds no judge but a", [str(kind)], ARCHITECTURES)
+    with explain_errors(f"{folder} has no processor", OSError):
         return transformers.AutoProcessor.from_pretrained(folder)
-    except OSError as error:
-        raise ValueError(
-            f"{folder} has no processor: {' '.join(str(error).split())[:200]}"
-        ) from error

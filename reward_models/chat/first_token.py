@@ -134,9 +134,8 @@ class Levels(ChatJudge):
     def declare(self) -> RewardSpec:
         values = self.levels.values()
         if len(set(values)) < 2 or any(word != word.lower() for word in self.levels):
-            raise ValueError(
-                f"levels {dict(self.levels)} must be lower-case words with different values"
-            )
+            wanted = "must be lower-case words with different values"
+            raise ValueError(f"levels {dict(self.levels)} {wanted}")
         return RewardSpec(
             name="levels",
             dims=("quality",),

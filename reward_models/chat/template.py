@@ -87,10 +87,8 @@ def read_template(source: str, slots: Sequence[str], optional: Sequence[str] = (
     system, _, user = _read_text(source).rpartition(_USER)
     found = set(_SLOT.findall(user))
     if found - {*slots, *optional} or set(slots) - found:
-        raise ValueError(
-            f"template {source} has the slots {sorted(found)}; "
-            f"it must have {sorted(slots)} and may have {sorted(optional)}"
-        )
+        wanted = f"it must have {sorted(slots)} and may have {sorted(optional)}"
+        raise ValueError(f"template {source} has the slots {sorted(found)}; {wanted}")
     return Template(user, system, OFFICIAL.get(source, "") if _is_bundled(source) else "")
 
 
@@ -113,11 +111,10 @@ def _read_text(source: str) -> str:
             raise FileNotFoundError(path)  # reading a device would never end
         return path.read_text(encoding="utf-8")
     except (OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
-        names = sorted(p.stem for p in _FOLDER.glob("*.txt"))
-        raise ValueError(
-            f"template {source!r} cannot be read ({type(error).__name__}); give a file, "
-            f"hub:owner/repository/path, package:name/path, or one of {', '.join(names)}"
-        ) from error
+        names = ", ".join(sorted(p.stem for p in _FOLDER.glob("*.txt")))
+        known = f"a file, hub:owner/repository/path, package:name/path, or one of {names}"
+        why = f"template {source!r} cannot be read ({type(error).__name__})"
+        raise ValueError(f"{why}; give {known}") from error
 
 
 def encode_image(picture: Float[Tensor, "3 h w"]) -> str:

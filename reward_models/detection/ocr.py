@@ -204,9 +204,8 @@ class DdddOCR(TextReader):
 
     def __init__(self, alphabet: str | None = None):
         if alphabet is not None and (not alphabet or len({*alphabet}) < len(alphabet)):
-            raise ValueError(
-                f"alphabet of DdddOCR is {alphabet!r}; give different characters, or null for all"
-            )
+            remedy = "give different characters, or null for all"
+            raise ValueError(f"alphabet of DdddOCR is {alphabet!r}; {remedy}")
         self.alphabet = alphabet
         self.version = f"ddddocr 1.x common_old, alphabet {alphabet}"
 

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
+from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import read_object
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.checkpoints import find_file
@@ -26,10 +27,8 @@ def read_model(path: Path) -> Any:
     """Read a `tokenizer.model` as a message; raise ValueError if it is no sentencepiece model."""
     protobuf = import_optional("google.protobuf.message", "sentencepiece")
     proto = import_module("transformers.convert_slow_tokenizer").import_protobuf()
-    try:
+    with explain_errors(f"{path} is no sentencepiece model", protobuf.DecodeError):
         model = proto.ModelProto.FromString(path.read_bytes())
-    except protobuf.DecodeError as error:
-        raise ValueError(f"{path} is no sentencepiece model: {error}") from error
     if not model.pieces:
         raise ValueError(f"{path} is no sentencepiece model: it has no pieces")
     return model

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from flowalign.utils.errors import explain_errors, require_known
 from flowalign.utils.files import bundled, read_object
 from flowalign.utils.imports import import_optional
 
@@ -62,17 +63,12 @@ class QuestionSet:
             ValueError: A condition is unknown, a weight is negative, there are no items, or an
                 aspect is called `alignment` although an alignment reward has a weight.
         """
-        wrong = [i.given for i in self.items if i.given and i.given not in self.conditions]
-        if wrong:
-            raise ValueError(
-                f"{self.name}: the condition {wrong[0]!r} is none of {sorted(self.conditions)}"
-            )
+        given = [item.given for item in self.items if item.given]
+        require_known(f"{self.name}: an item has the condition", given, sorted(self.conditions))
         if not self.items or min(self.alignment, *(i.weight for i in self.items)) < 0:
             raise ValueError(f"{self.name} has no items, or a negative weight: yes must be better")
         if self.alignment and "alignment" in self.aspects:
-            raise ValueError(
-                f"{self.name}: the aspect name `alignment` is reserved for the alignment reward"
-            )
+            raise ValueError(f"{self.name}: only the alignment reward may be called `alignment`")
 
     @property
     def questions(self) -> list[str]:
@@ -99,12 +95,11 @@ def read_question_set(source: str) -> QuestionSet:
     """Read a JSON file, or a bundled question set by name, such as `vision_reward_image`."""
     own = Path(__file__).parent / "data" / f"{source}.json"
     path = own if own.is_file() else Path(bundled(source))
-    try:
+    kinds = ValueError, KeyError, TypeError, AttributeError
+    with explain_errors(f"{source} is not a checklist", *kinds):
         content = read_object(path)
         items = [Item(**item) for item in content.pop("items")]
         return QuestionSet(items=items, **content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{source} is not a checklist: {error}") from error
 
 
 def value_items(
@@ -200,10 +195,9 @@ def fit_question_set(
     """
     expected = len(question_set.items) + bool(question_set.alignment)
     if lead.shape[1] != expected or not 0 < held_out < 1:
-        raise ValueError(
-            f"{question_set.name} has {expected} features, not {lead.shape[1]}; "
-            f"held_out is {held_out}, and must be between 0 and 1"
-        )
+        share = f"held_out is {held_out}, and must be between 0 and 1"
+        count = f"{expected} features, not {lead.shape[1]}"
+        raise ValueError(f"{question_set.name} has {count}; {share}")
     order = torch.randperm(len(lead), generator=torch.Generator().manual_seed(seed))
     train = order < min(max(round(len(lead) * (1 - held_out)), 1), len(lead) - 1)
     weights = fit_weights(lead[train], preferred[train], ridge)

@@ -78,11 +78,9 @@ def parse_prompt(prompt: str) -> tuple[Actor, ...]:
     """
     clauses = [_CLAUSES.get(clause, ()) for clause in prompt.split(" and ")]
     if [len(actors) for actors in clauses] not in ([1], [2], [1, 1]):
-        raise ValueError(
-            f"{prompt!r} is not a prompt of moving Shapes: expected {'|'.join(COUNTS)} "
-            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)} {'|'.join(MOTIONS)}, or two with 'a' "
-            "joined by 'and'"
-        )
+        form = " ".join("|".join(words) for words in (COUNTS, COLOURS, SHAPES, MOTIONS))
+        wanted = f"expected {form}, or two with 'a' joined by 'and'"
+        raise ValueError(f"{prompt!r} is not a prompt of moving Shapes: {wanted}")
     return tuple(actor for actors in clauses for actor in actors)
 
 

@@ -72,11 +72,9 @@ def parse_prompt(prompt: str) -> Scene:
     objects = [_PHRASES.get(phrase, ()) for phrase in phrases]
     counts = [len(some) for some in objects]
     if counts != [1, 1] if relation else counts not in ([1], [2], [3]):
-        raise ValueError(
-            f"{prompt!r} is not a prompt of Shapes: expected {'|'.join(COUNTS)} "
-            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, or two with 'a' joined by "
-            f"{'|'.join(RELATIONS)}"
-        )
+        form = " ".join("|".join(words) for words in (COUNTS, COLOURS, SHAPES))
+        wanted = f"expected {form}, or two with 'a' joined by {'|'.join(RELATIONS)}"
+        raise ValueError(f"{prompt!r} is not a prompt of Shapes: {wanted}")
     return Scene(tuple(one for some in objects for one in some), relation)
 
 

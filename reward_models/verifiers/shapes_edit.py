@@ -100,9 +100,8 @@ class EditChange:
         source, target = (_read_objects(metadata, key) for key in ("source", "target"))
         relation, anchor = metadata.get("relation"), metadata.get("anchor", 0)
         if relation is not None and relation not in RELATIONS:
-            raise Unscorable(
-                f"its metadata has relation {relation!r}; known are {', '.join(RELATIONS)}"
-            )
+            known = ", ".join(RELATIONS)
+            raise Unscorable(f"its metadata has relation {relation!r}; known are {known}")
         if anchor not in range(len(source)):
             raise Unscorable(f"its metadata has anchor {anchor!r} of {len(source)} objects")
         return EditChange(source, target, relation, anchor)

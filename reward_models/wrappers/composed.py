@@ -21,6 +21,7 @@ from flowalign.types import (
     RewardModel,
     RewardSpec,
 )
+from flowalign.utils.errors import require_known
 from reward_models.backbones.pixels import evenly
 from reward_models.backbones.reward_bases import (
     BatchScores,
@@ -52,10 +53,8 @@ class PerFrame(Composed, ScreenedReward):
         over, temperature = self.over, self.temperature
         _require_images(self, self.reward.spec)
         if (temperature is None) == (over == "soft_min"):
-            raise ValueError(
-                f"temperature of PerFrame is {temperature}; it must be above 0 for soft_min, "
-                "and null for mean and min"
-            )
+            wanted = "it must be above 0 for soft_min, and null for mean and min"
+            raise ValueError(f"temperature of PerFrame is {temperature}; {wanted}")
         pooling = over if temperature is None else f"{over} at {temperature:g}"
         how = f"{pooling} of {self.frames or 'all'} frames"
         self.spec = derive_spec(self.reward.spec, over, how, modality="video")
@@ -75,11 +74,16 @@ class PerFrame(Composed, ScreenedReward):
 
 
 def _require_images(wrapper: object, inner: RewardSpec) -> None:
-    name = type(wrapper).__name__
     if inner.modality == "video":
+        name = type(wrapper).__name__
         raise ValueError(f"{name} needs a reward that scores images; {inner.name} does not")
+    _refuse_groups(wrapper, inner)
+
+
+def _refuse_groups(wrapper: object, inner: RewardSpec) -> None:
     if "groups" in inner.needs:
-        raise ValueError(f"{name} scores frames one by one; {inner.name} compares samples")
+        name = type(wrapper).__name__
+        raise ValueError(f"{name} scores images one by one; {inner.name} compares samples")
 
 
 def _score_frames(
@@ -116,11 +120,7 @@ class Shifted(Composed, ScreenedReward):
         """Raise ValueError if the reward compares samples."""
         super().__post_init__()
         inner = self.reward.spec
-        if "groups" in inner.needs:
-            raise ValueError(
-                f"Shifted scores views one by one; {inner.name} compares samples: choose another "
-                "reward"
-            )
+        _refuse_groups(self, inner)
         how = f"{self.views} shifts of {self.pixels}"
         self.spec = derive_spec(inner, "shifted", how, maps=False)
 
@@ -172,20 +172,14 @@ class Gated(Composed, ScreenedReward):
         """Raise ValueError if the gate, or the score below its floor, is not defined."""
         super().__post_init__()
         reward, gate = self.reward.spec, self.gate.spec
-        if self.dim not in gate.dims:
-            raise ValueError(
-                f"dim of Gated is {self.dim!r}; {gate.name} has {', '.join(gate.dims)}"
-            )
+        require_known(f"dim of Gated is not of {gate.name}:", [self.dim], gate.dims)
         lowest = self.lowest = reward.scale[0] if self.below is None else self.below
         if not isfinite(lowest):
-            raise ValueError(
-                f"below of Gated is {lowest:g}; it must be finite: set it, as {reward.name} has no "
-                "lowest score"
-            )
+            remedy = f"set it, as {reward.name} has no lowest score"
+            raise ValueError(f"below of Gated is {lowest:g}; it must be finite: {remedy}")
         if {reward.modality, gate.modality} == {"image", "video"}:
-            raise ValueError(
-                f"{reward.name} scores {reward.modality}s, {gate.name} {gate.modality}s"
-            )
+            other = f"{gate.name} {gate.modality}s"
+            raise ValueError(f"{reward.name} scores {reward.modality}s, {other}")
         rule = f"{self.dim} >= {self.floor:g} of {gate.fingerprint()}, else {lowest:g}"
         self.spec = RewardSpec(
             name=f"{reward.name}_gated",

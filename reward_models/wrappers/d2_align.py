@@ -96,10 +96,8 @@ class D2Align(RewardModel, Loadable):
         return self.reward.score(batch)
 
     def _refuse_reward(self) -> NoReturn:
-        raise ValueError(
-            f"reward of D2Align is {type(self.reward).__name__}, which has no CLIP towers: choose "
-            "PickScore, HPSv2 or CLIPScore"
-        )
+        remedy = "which has no CLIP towers: choose PickScore, HPSv2 or CLIPScore"
+        raise ValueError(f"reward of D2Align is {type(self.reward).__name__}, {remedy}")
 
 
 def read_listing(folder: str) -> list[tuple[Path, str]]:
@@ -110,10 +108,8 @@ def read_listing(folder: str) -> list[tuple[Path, str]]:
     """
     listing = Path(folder) / "metadata.jsonl"
     if not listing.is_file():
-        raise ValueError(
-            f"media of D2Align is {folder!r}, which has no metadata.jsonl: make images of the "
-            f"initial policy with flowalign sample RUN.yaml --out {folder}"
-        )
+        remedy = f"sample the initial policy with flowalign sample RUN.yaml --out {folder}"
+        raise ValueError(f"media of D2Align is {folder!r} without metadata.jsonl: {remedy}")
     with explain_shape(listing, "every line needs file_name and prompt"):
         rows = [row for _, row in read_objects(listing)]
         found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]

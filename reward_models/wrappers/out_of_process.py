@@ -25,6 +25,7 @@ from flowalign.types import (
     RewardSpec,
     score_usable,
 )
+from flowalign.utils.errors import explain_errors
 
 
 class OutOfProcessReward(RewardModel, Loadable):
@@ -82,9 +83,7 @@ class ScorerProcess(OutOfProcessReward):
     ):
         self.python = shutil.which(python or sys.executable) or ""
         if not self.python:
-            raise ValueError(
-                f"python of a scorer is {python!r}, which is not an executable on this machine"
-            )
+            raise ValueError(f"python of a scorer is {python!r}; it must be an executable here")
         if device is not None and not re.fullmatch(r"cpu|cuda:\d+", device):
             raise ValueError(f"device of a scorer is {device!r}; it must be cpu, cuda:N or null")
         self.reward, self.device = reward, device
@@ -118,10 +117,8 @@ class ScorerProcess(OutOfProcessReward):
         if self.restarts == 0:
             raise RewardGone(f"{died}: {why}")
         self.restarts -= 1
-        try:
+        with explain_errors(f"{died}, and", to=RewardGone):
             self._start()
-        except ValueError as error:
-            raise RewardGone(f"{died}, and: {error}") from error
 
 
 class RayScorers(OutOfProcessReward):

@@ -25,6 +25,7 @@ from flowalign.types import (
     Refreshable,
     RewardSpec,
 )
+from flowalign.utils.errors import require_known
 from flowalign.utils.files import read_object
 from reward_models.backbones.checkpoints import find_file, load_exactly, read_tensors
 from reward_models.backbones.first_blocks import BlockFeatures, FirstBlocks
@@ -76,12 +77,8 @@ class TrainedReward(NetworkReward, Refreshable):
         """
         self.backbone: Backbone = _build(Backbone, self.config["backbone"], self.path)
         self.backbone.load()
-        if self.backbone.fingerprint != self.config["backbone_fingerprint"]:
-            raise ValueError(
-                f"{self.path} was trained on a backbone with fingerprint "
-                f"{self.config['backbone_fingerprint']}; the one found has "
-                f"{self.backbone.fingerprint}"
-            )
+        wanted, found = self.config["backbone_fingerprint"], self.backbone.fingerprint
+        _require_fingerprint(self.path, "the backbone", wanted, found)
         tensors = read_tensors(self.weights)
         self.rater = build_rater(self.config, tensors, self.path)
         whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
@@ -119,6 +116,13 @@ class TrainedReward(NetworkReward, Refreshable):
         return BatchScores(values, deviation)
 
 
+def _require_fingerprint(path: str, what: str, wanted: str, found: str) -> None:
+    """Raise ValueError if frozen weights are not those of the training."""
+    if wanted != found:
+        here = f"{what} here: {found}"
+        raise ValueError(f"{path} was trained on weights with fingerprint {wanted}, not {here}")
+
+
 def _read_needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
     """Return the inputs that samples need; folders from before source images name none."""
     keys: dict[Need, str] = {"prompt": "needs_prompt", "references": "needs_references"}
@@ -134,19 +138,16 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
     config = _read_config(path)
     if noisy != ("noise" in config):
         other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
-        raise ValueError(
-            f"{path.parent} scores {'finished samples' if noisy else 'noisy latents'}: load it "
-            f"with reward_models.{other}"
-        )
+        scores = "finished samples" if noisy else "noisy latents"
+        raise ValueError(f"{path.parent} scores {scores}: load it with reward_models.{other}")
     # The policy of a latent reward's backbone is not built, so it may be of any package.
     backbone = {"class_path": config["backbone"]["class_path"]}
     named = {"head": config["head"], "backbone": backbone if noisy else config["backbone"]}
     foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
     if foreign:
-        raise ValueError(
-            f"{path.parent} names {foreign[0]}, which is not in {', '.join(trusted)}; add its "
-            "package to `trusted` if you trust it"
-        )
+        remedy = "add its package to `trusted` if you trust it"
+        known = ", ".join(trusted)
+        raise ValueError(f"{path.parent} names {foreign[0]}, which is not in {known}; {remedy}")
     return config
 
 
@@ -165,8 +166,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         "head",
         "uncertain",
     )
-    if missing := [key for key in wanted if key not in config]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    require_known(f"{path} lacks", wanted, config)
     for part in ("backbone", "head"):
         if not isinstance(config[part], dict) or "class_path" not in config[part]:
             raise ValueError(f"{path}: {part} must have a class_path")
@@ -206,8 +206,7 @@ def _build(kind: type, part: Mapping[str, Any], path: str) -> Any:
 def build_rater(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> Rater:
     """Build the described head for features of the saved widths; raise ValueError without them."""
     saved = ["rater.joint.mean", "rater.prompt.mean"]
-    if missing := [name for name in saved if name not in tensors]:
-        raise ValueError(f"{path} lacks {missing[0]}")
+    require_known(f"{path} lacks", saved, tensors)
     joint, prompt = (len(tensors[name]) for name in saved)
     head: Head = _build(Head, config["head"], path)
     return Rater(head.build(joint, prompt, config["dims"]), joint, prompt, len(config["dims"]))
@@ -242,11 +241,7 @@ class TrainedLatentReward(LatentReward):
         backbone: type[FirstBlocks] = resolve_name(self.config["backbone"]["class_path"])
         features = backbone.reader(policy, self.config["backbone"]["init_args"])
         wanted, found = self.config["noise"]["weights_fingerprint"], features.fingerprint()
-        if wanted != found:
-            raise ValueError(
-                f"{self.path} was trained on blocks with fingerprint {wanted}; those of "
-                f"{type(policy).__name__} have {found}"
-            )
+        _require_fingerprint(self.path, f"blocks of {type(policy).__name__}", wanted, found)
         tensors = read_tensors(find_file(self.path, _FILE))
         rater = build_rater(self.config, tensors, self.path)
         values = {name.removeprefix("rater."): value for name, value in tensors.items()}

@@ -42,7 +42,7 @@ def test_tables_json_and_folders_become_requests(tmp_path):
 
 def test_a_table_without_the_column_of_the_card_names_those_that_it_has(tmp_path):
     (tmp_path / "a.tsv").write_text("Text\nx\n")
-    with pytest.raises(ValueError, match=r"a.tsv has no column 'Prompt'\nthere are Text"):
+    with pytest.raises(ValueError, match=r"a.tsv has no column 'Prompt'; there are Text"):
         read_prompts(new_card(column="Prompt"), str(tmp_path / "a.tsv"))
 
 

@@ -184,7 +184,7 @@ def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_cap
     [
         ("--max_failed_fraction", 2, "is 2.0; it must be at least 0 and at most 1"),
         ("--processes", 10_000, "--processes is 10000, but this machine has"),
-        ("--schema", "pick", "'pick' is unknown"),
+        ("--schema", "pick", "schema is 'pick'; there are auto"),
         ("--root", "nowhere", "'nowhere', does not exist"),
     ],
 )

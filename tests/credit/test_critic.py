@@ -251,7 +251,7 @@ def test_a_method_may_read_features_itself():
     ("recipe", "said"),
     [
         ({"credit": LambdaReturn()}, r"recipe\.critic is null, but LambdaReturn .*set it to \{\}"),
-        ({"critic": Critic()}, r"recipe\.critic is set, but Outcome reads no predictions"),
+        ({"critic": Critic()}, r"recipe\.critic is Critic, but Outcome reads no predictions"),
     ],
 )
 def test_a_critic_that_is_missing_or_unused_is_refused(recipe, said):

@@ -531,5 +531,5 @@ def test_training_raises_the_reward(tmp_path):
 def test_groups_that_are_no_pairs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"samples_per_prompt to 2, seeds_per_prompt to 1"):
         data(tmp_path, samples_per_prompt=4)
-    with pytest.raises(ValueError, match=r"set sampling.tail_ratio to null"):
+    with pytest.raises(ValueError, match=r"set tail_ratio to null"):
         data(tmp_path, tail_ratio=0.5)

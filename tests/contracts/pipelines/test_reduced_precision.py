@@ -14,8 +14,8 @@ NFT = "configs/shapes_nft.yaml"
 @pytest.mark.parametrize(
     ("files", "key", "why"),
     [
-        (["configs/shapes.yaml"], "recipe", "compares log-probabilities of the rollout"),
-        (["configs/shapes.yaml", "configs/methods/flow_opd.yaml"], "recipe.data", "are matched"),
+        (["configs/shapes.yaml"], "recipe", "compares log-probabilities of rollout"),
+        (["configs/shapes.yaml", "configs/methods/flow_opd.yaml"], "recipe.data", "is matched"),
     ],
 )
 def test_losses_that_need_what_the_rollout_computed_refuse_it(files, key, why):

@@ -358,7 +358,7 @@ def test_load_names_what_is_wrong_with_the_server(serve, monkeypatch):
     with pytest.raises(ValueError, match="rejects the API key"):
         client_of(chat, key_variable="JUDGE_KEY").load()
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with pytest.raises(ValueError, match=r"does not offer model 'judge'; it offers .*qwen"):
+    with pytest.raises(ValueError, match=r"does not offer model 'judge'; there are .*qwen"):
         client_of(chat, key_variable="JUDGE_KEY").load()
     ChatClient(Server(chat.url, "qwen", key_variable="JUDGE_KEY")).load()
     with pytest.raises(ValueError, match="NO_SUCH_KEY"):

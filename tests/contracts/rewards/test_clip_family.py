@@ -358,7 +358,7 @@ def test_folders_of_another_kind_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="only a bicubic resize"):
         CLIPScore(str(folder), None).load()
     (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="'bert'; expected"):
+    with pytest.raises(ValueError, match="'bert'; there are clip, siglip"):
         CLIPScore(str(folder), None).load()
 
 

@@ -91,7 +91,7 @@ def test_both_are_loaded():
 
 
 def test_what_it_cannot_use_is_refused():
-    with pytest.raises(ValueError, match="'blue'; green has green, green_twice"):
+    with pytest.raises(ValueError, match="'blue'; there are green, green_twice"):
         Gated(RED, GREEN, "blue", 0.5)
     endless = channel("endless", 0, scale=(-math.inf, math.inf))
     with pytest.raises(ValueError, match="below of Gated is -inf; it must be finite"):

@@ -275,7 +275,7 @@ def test_a_backbone_with_other_weights_is_refused(trained, tmp_path, clip):
     save_file(weights, other / "open_clip_model.safetensors")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace(str(clip), str(other)))
-    with pytest.raises(ValueError, match="was trained on a backbone with fingerprint"):
+    with pytest.raises(ValueError, match="was trained on weights with fingerprint"):
         TrainedReward(str(folder), device="cpu").load()
 
 
@@ -298,7 +298,7 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(trained, tmp_path, cl
 
     with pytest.raises(Stop):
         train(*fresh(), interrupt)
-    with pytest.raises(ValueError, match="already holds a training"):
+    with pytest.raises(ValueError, match="already holds a run"):
         train(*fresh(), quiet)
     train(*fresh(), quiet, resume=True)
     one, two = (f / "run" / "model" / "model.safetensors" for f in (folder, tmp_path))
@@ -316,7 +316,7 @@ def test_a_training_that_is_refused_leaves_its_folder_as_it_was(tmp_path, clip):
     assert not out.exists()
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="is no training and is not deleted"):
+    with pytest.raises(ValueError, match="is no run and is not deleted"):
         train(run, config, quiet, overwrite=True)
     (out / "config.yaml").write_text("name: earlier\n")
     with pytest.raises(ValueError, match="missing"):
@@ -410,11 +410,14 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
         ({"held_out": 0.0}, "held_out is 0.0; it must be above 0"),
         ({"schedule": {"epochs": 0}}, "schedule.epochs is 0; it must be at least 1"),
         ({"nonsense": 1}, "nonsense"),
-        ({"optimizer": {"kind": "adamw_offloaded"}}, "optimizer.kind is adamw_offloaded; .* adamw"),
+        (
+            {"optimizer": {"kind": "adamw_offloaded"}},
+            "optimizer.kind is adamw_offloaded, but .* adamw",
+        ),
         ({"head": {"class_path": "reward_models.backbones.heads.MLQ"}}, "MLQ"),
         (
             {"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
-            "reads ratings, not ranks",
+            "does not read 'ranks'; did you mean 'ratings'",
         ),
     ],
 )
@@ -433,7 +436,7 @@ def test_the_command_trains_and_turns_refusals_into_short_messages(tmp_path, cli
     said = capsys.readouterr().out
     assert "test records, best epoch 1" in said
     assert "accuracy" in said
-    with pytest.raises(ValueError, match="already holds a training"):
+    with pytest.raises(ValueError, match="already holds a run"):
         run_reward(args)
 
 
@@ -581,7 +584,7 @@ def test_media_of_different_shapes_keep_their_order(monkeypatch):
 
 def test_backbones_refuse_what_they_cannot_do(clip):
     with pytest.raises(
-        ValueError, match=r"EfficientNet reads no prompts; its joint must be \[image\]"
+        ValueError, match=r"it must be of image and source, as the encoder reads no prompts"
     ):
         PooledFrames(EfficientNet())
     with pytest.raises(ValueError, match="num_frames of PooledFrames is 0"):
