@@ -9,7 +9,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from flowalign.runs.config import load
+from flowalign import runs
+from flowalign.runs.config import Run, load
 from tests.fixtures.processes import Watched
 from tests.fixtures.zygote import python
 
@@ -20,7 +21,8 @@ pytestmark = [
 TRAIN = ["-m", "flowalign", "train"]
 
 
-def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
+def written_run(folder: Path) -> tuple[Run, str]:
+    """A short run, and the text of its file."""
     overrides = [
         "num_steps=2",
         "recipe.prompts_per_step=3",
@@ -34,20 +36,24 @@ def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
         "optimizer.learning_rate=1.0e-2",
         f"output_dir={folder}",
     ]
-    _, text = load("configs/shapes.yaml", overrides)
-    config = folder.with_suffix(".yaml")
-    config.write_text(text)
-    command = [python(), *TRAIN, str(config), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    return load("configs/shapes.yaml", overrides)
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
     state = load_file(folder / "checkpoints" / "step-000002" / "state" / "training.safetensors")
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_steps"] == 2
     return {name: value for name, value in state.items() if name.startswith("parameter.")}
 
 
 def test_two_processes_make_the_same_updates_as_one(tmp_path):
-    one = train(tmp_path / "one")
-    two = train(tmp_path / "two", "--processes", "2")
+    run, text = written_run(tmp_path / "one")
+    assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
+    config = tmp_path / "two.yaml"
+    config.write_text(written_run(tmp_path / "two")[1])
+    command = [python(), *TRAIN, str(config), "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = parameters(tmp_path / "one"), parameters(tmp_path / "two")
     moved = max(float(value.abs().max()) for name, value in one.items() if "lora_B" in name)
     assert moved > 1e-5, "nothing was trained, so the comparison would be empty"
     for name, value in one.items():
