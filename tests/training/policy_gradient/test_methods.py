@@ -105,9 +105,9 @@ def states_of_updates(recipe, batch) -> int:
 
 
 def test_it_moves_the_weights_towards_the_reward(recipe):
-    learner = new_learner(PixelPolicy(), learning_rate=3e-2)
+    learner = new_learner(PixelPolicy(), learning_rate=6e-2)
     before = flat(learner.policy.denoiser)
-    metrics = train(recipe, learner, steps=12)
+    metrics = train(recipe, learner, steps=7)
     assert not torch.equal(flat(learner.policy.denoiser), before)
     assert rise(metrics) > 0.3
 
@@ -119,7 +119,7 @@ def test_dynamic_treerpo_raises_the_reward_of_the_toy_model(tmp_path):
     of the first two (three seeds). Band: at least .02.
     """
     few = ["num_steps=9", "recipe.sampling.num_steps=5", "evaluation=null"]
-    few.append(f"output_dir={tmp_path / 'run'}")
+    few += ["checkpoints.verify=never", f"output_dir={tmp_path / 'run'}"]
     run, text = load(str(CONFIGS / "credit/toy_shapes/dynamic_treerpo.yaml"), few)
     assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
     reward = [row["reward_mean"] for row in read_metrics(tmp_path / "run")]
