@@ -10,18 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.advantage import compare_in_groups, group_mean
-from flowalign.types import (
-    CreditEstimator,
-    LatentReward,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    StepCredit,
-    Trajectory,
-    UnitInterval,
-    ValueFunction,
-)
+from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
 from flowalign.types.trajectory import prompt_step_ids, sibling_ids
+from flowalign.utils.ranges import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 
 
 def fuse_branches(

@@ -8,17 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.advantage import compare_in_groups, group_mean
-from flowalign.types import (
-    CreditEstimator,
-    LatentReward,
-    NonNegativeInt,
-    PositiveInt,
-    StepCredit,
-    Trajectory,
-    UnitInterval,
-    ValueFunction,
-)
+from flowalign.types import CreditEstimator, LatentReward, StepCredit, Trajectory, ValueFunction
 from flowalign.types.trajectory import Completion, prompt_step_ids
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval
 
 
 def stochastic_steps(trajectory: Trajectory) -> list[int]:

@@ -11,15 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.advantage import compare_in_groups
-from flowalign.types import (
-    CreditEstimator,
-    NonNegativeFloat,
-    NonNegativeInt,
-    StepCredit,
-    Trajectory,
-    ValueFunction,
-)
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 from flowalign.types.trajectory import prompt_step_ids
+from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt
 
 
 def contrast(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.functional.advantage import group_mean
 from flowalign.functional.rating import Regression
-from flowalign.types import Decay, PositiveFloat, PositiveInt, Settings
+from flowalign.utils.ranges import Decay, PositiveFloat, PositiveInt, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, NonNegativeFloat, StepCredit, Trajectory, ValueFunction
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import NonNegativeFloat
 
 Constraint = Literal["consistent", "none"]
 

@@ -8,16 +8,9 @@ from typing import Literal
 
 from typing_extensions import override
 
-from flowalign.types import (
-    ConditionedPrompt,
-    FiniteFloat,
-    NonNegativeInt,
-    Policy,
-    PromptConditioning,
-    PromptGuidance,
-    Request,
-)
+from flowalign.types import ConditionedPrompt, Policy, PromptConditioning, PromptGuidance, Request
 from flowalign.types.prompt_conditioning import add_words, check_caption
+from flowalign.utils.ranges import FiniteFloat, NonNegativeInt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,16 +22,8 @@ from flowalign.gradient_paths.steps import (
     draw_late_biased,
     require_steps,
 )
-from flowalign.types import (
-    GradientPath,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-    Replay,
-    SampleView,
-    UnitInterval,
-)
+from flowalign.types import GradientPath, Replay, SampleView
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)

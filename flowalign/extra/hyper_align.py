@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.extra.extended_policy import ExtendedPolicy
-from flowalign.types import Cond, Guidance, ModelPlan, PositiveInt, UnitInterval
+from flowalign.types import Cond, ModelPlan
+from flowalign.utils.ranges import Guidance, PositiveInt, UnitInterval
 from pipelines.families.flux1 import Flux1
 from pipelines.families.sd3 import SD3
 from pipelines.network.weights import DTYPES, JOINT_ATTENTION

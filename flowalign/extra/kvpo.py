@@ -16,8 +16,9 @@ from flowalign.functional.forward_process import group_log_softmax
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.transition import per_row
 from flowalign.losses.matching.groups import GroupAdvantageLoss, require_groups_here
-from flowalign.types import Batch, NonNegativeFloat, PositiveFloat, Range
+from flowalign.types import Batch
 from flowalign.types.losses import ALONE, Loss, LossContext
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from flowalign.functional.forward_process import nft, optimality
 from flowalign.functional.noise_matching import sample_error
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 def nft_of_modalities(

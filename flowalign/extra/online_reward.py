@@ -25,18 +25,9 @@ from flowalign.training.engine import Term, make_update
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.training.reference import TrainedSet
-from flowalign.types import (
-    Batch,
-    MediaBatch,
-    ModelPlan,
-    NonNegativeFloat,
-    PositiveInt,
-    Refreshable,
-    RewardModel,
-    RewardOutput,
-    require_ranges,
-)
+from flowalign.types import Batch, MediaBatch, ModelPlan, Refreshable, RewardModel, RewardOutput
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 class Recorder(RewardModel):

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.extra.extended_policy import ExtendedPolicy
-from flowalign.types import (
-    Cond,
-    Guidance,
-    ModelPlan,
-    NonNegativeFloat,
-    PositiveInt,
-    Request,
-    UserConditioning,
-)
+from flowalign.types import Cond, ModelPlan, Request, UserConditioning
 from flowalign.utils.files import bundled
 from flowalign.utils.imports import LazyModule
+from flowalign.utils.ranges import Guidance, NonNegativeFloat, PositiveInt
 from pipelines.families.unet import SD15, SDXL, UNetPolicy
 from pipelines.network.weights import DTYPES
 from pipelines.parts.libraries import diffusers

@@ -15,8 +15,9 @@ from flowalign.functional.preference_loss import (
 )
 from flowalign.functional.resizing import focus_weights
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats
-from flowalign.types import Batch, NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from flowalign.types import Batch
 from flowalign.types.losses import ALONE, Loss, LossContext, MatchingLoss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,9 @@ from flowalign.functional.path_gradient import straight_through
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import Kernel, log_density, transition
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import Batch, Fields, PolicyLoss, PositiveFloat, PositiveInt, step_of, steps_of
+from flowalign.types import Batch, Fields, PolicyLoss, step_of, steps_of
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)

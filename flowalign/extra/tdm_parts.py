@@ -20,19 +20,16 @@ from flowalign.training.reference import EMA, Ramp, TrainedWeights, guide
 from flowalign.training.rollouts.advantage_config import AdvantageConfig
 from flowalign.training.rollouts.rollout_settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import (
-    Batch,
-    Cond,
+from flowalign.types import Batch, Cond, Trajectory, VelocityField
+from flowalign.types.trajectory import take_rows
+from flowalign.utils.ranges import (
     DenoisingSteps,
     GuidanceScale,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    Trajectory,
-    VelocityField,
     require_ranges,
 )
-from flowalign.types.trajectory import take_rows
 from flowalign.utils.seeds import generator
 
 

@@ -15,7 +15,8 @@ from typing_extensions import override
 from flowalign.functional.path_gradient import control_error, pull_through_step
 from flowalign.functional.transition import linear_step
 from flowalign.gradient_paths.steps import require_steps
-from flowalign.types import GradientPath, PositiveFloat, PositiveInt, Replay, SampleView
+from flowalign.types import GradientPath, Replay, SampleView
+from flowalign.utils.ranges import PositiveFloat, PositiveInt
 
 _EARLY = 0.6
 """First share of the steps, in which half of the trained steps lie."""

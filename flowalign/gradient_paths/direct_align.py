@@ -14,7 +14,8 @@ from torch import Tensor
 from flowalign.functional.noise_matching import add_noise
 from flowalign.functional.path_gradient import recover_clean
 from flowalign.gradient_paths.steps import draw_int
-from flowalign.types import GradientPath, PositiveInt, Range, Replay, SampleView
+from flowalign.types import GradientPath, Replay, SampleView
+from flowalign.utils.ranges import PositiveInt, Range
 
 
 @dataclass(frozen=True, kw_only=True)

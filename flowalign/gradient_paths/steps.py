@@ -19,14 +19,12 @@ from flowalign.functional.path_gradient import (
     scale_gradient,
     straight_through,
 )
-from flowalign.types import (
-    GradientPath,
+from flowalign.types import GradientPath, Replay, SampleView
+from flowalign.utils.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Replay,
-    SampleView,
     UnitInterval,
 )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import FiniteFloat
+from flowalign.utils.ranges import FiniteFloat
 
 
 class RewardLoss(ABC):

@@ -22,9 +22,10 @@ from flowalign.data.preference.dataset import PreferenceDataset
 from flowalign.data.preference.preference_data import Pair
 from flowalign.data.tensor_store import Key, Keys, TensorCache
 from flowalign.functional.rating import Features
-from flowalign.types import Backbone, MediaBatch, PositiveInt, require_ranges
+from flowalign.types import Backbone, MediaBatch
 from flowalign.utils.media.decode import decode
 from flowalign.utils.media.media import Media, digest_media
+from flowalign.utils.ranges import PositiveInt, require_ranges
 
 _AT_ONCE = 256
 """Number of samples that are read and embedded together."""

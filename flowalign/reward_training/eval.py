@@ -21,8 +21,8 @@ from flowalign.reward_training.labelled_pairs import (
     number_groups,
     pair_rows,
 )
-from flowalign.types import NonNegativeInt, PositiveInt, Range, require_ranges
 from flowalign.utils.errors import require_known
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, Range, require_ranges
 
 MEASURES = {
     "accuracy_without_ties": "accuracy, ties left out",

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from flowalign.functional import reward_loss as losses
 from flowalign.functional.rating import Ratings
-from flowalign.types import FiniteFloat, PositiveFloat, Range
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
 
 LabelKind = Literal["ranks", "votes", "ratings"]
 

@@ -19,19 +19,11 @@ from flowalign.reward_training.training import RewardTrainer, seeded_draws
 from flowalign.reward_training.training_parts import Dimension, NoisedFeatures, Schedule
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching.states import Times
-from flowalign.types import (
-    Backbone,
-    Decay,
-    Head,
-    NoisyBackbone,
-    PositiveInt,
-    Range,
-    Seed,
-    require_ranges,
-)
+from flowalign.types import Backbone, Head, NoisyBackbone
 from flowalign.utils.errors import require_default
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import LOCK, Claim, clear, require_removable, require_unused
+from flowalign.utils.ranges import Decay, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.tracking import FILE, Tracker
 from flowalign.utils.typed_settings import load_typed
 

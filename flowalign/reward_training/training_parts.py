@@ -19,8 +19,9 @@ from flowalign.functional.rating import Features, Rater, ridge
 from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.losses import LabelKind, RewardLoss, label_pairs
 from flowalign.training.matching.states import Times
-from flowalign.types import HeadNetwork, NoisyBackbone, PositiveFloat, PositiveInt, require_ranges
+from flowalign.types import HeadNetwork, NoisyBackbone
 from flowalign.utils.errors import require_known
+from flowalign.utils.ranges import PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
 

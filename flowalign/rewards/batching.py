@@ -15,16 +15,8 @@ from typing_extensions import override
 
 from flowalign.rewards.checked import CheckedReward, RewardError, load
 from flowalign.rewards.protocol import CONTENT_TYPE
-from flowalign.types import (
-    MediaBatch,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    RewardModel,
-    RewardOutput,
-    RewardSpec,
-    require_ranges,
-)
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 MIB = 2**20
 BYTES_PER_PIXEL = 3 * 4

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.rewards.checked import check_spec
-from flowalign.types import FiniteFloat, RewardModel
+from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError, convert_value_errors, require_known
 from flowalign.utils.files import bundled
+from flowalign.utils.ranges import FiniteFloat
 from flowalign.utils.setting_errors import describe_wrong_kind
 from flowalign.utils.strict_yaml import read_yaml
 from flowalign.utils.typed_settings import build

@@ -11,17 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import (
-    ImportPath,
-    MediaBatch,
-    RewardModel,
-    RewardOutput,
-    RewardSpec,
-    score_usable,
-)
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, score_usable
 from flowalign.utils.errors import explain_errors
 from flowalign.utils.live_objects import find_object
 from flowalign.utils.media.pixels import to_bytes, to_images
+from flowalign.utils.ranges import ImportPath
 
 _VIDEOS = ("videos", "video", "clips")
 """Names of a first parameter that takes videos; any other name takes images."""

@@ -19,21 +19,18 @@ from flowalign.rewards.combine import (
 )
 from flowalign.rewards.composite import Rewards
 from flowalign.types import (
-    Decay,
-    FiniteFloat,
     LatentReward,
     MediaBatch,
     PastOutcomes,
-    PositiveFloat,
     Request,
     RewardOutput,
     Trajectory,
     ValueFunction,
     insert_words,
-    require_ranges,
 )
 from flowalign.types.trajectory import Completion
 from flowalign.utils.errors import require_known
+from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import NonNegativeInt, PositiveFloat, Range, Settings, SharedRows
+from flowalign.types import SharedRows
+from flowalign.utils.ranges import NonNegativeInt, PositiveFloat, Range, Settings
 
 Children = Annotated[int, Range(least=2, most=100_000)]
 """Number of states that one state splits into."""

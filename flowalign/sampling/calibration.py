@@ -22,9 +22,9 @@ from flowalign.functional.noise_calibration import (
     initial_levels,
     paper_rule,
 )
-from flowalign.types import PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import read_object, write_text
+from flowalign.utils.ranges import PositiveFloat, PositiveInt, require_ranges
 
 Rule = Literal["damped", "paper"]
 Gains = Callable[[Tensor, int], Tensor]

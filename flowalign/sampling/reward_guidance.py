@@ -16,17 +16,10 @@ from typing_extensions import override
 
 from flowalign.functional.reward_ascent import nrg_velocity, reward_gradient
 from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity, per_row
-from flowalign.types import (
-    Cond,
-    FiniteFloat,
-    LatentReward,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Policy,
-    Range,
-)
+from flowalign.types import Cond, LatentReward, Policy
 from flowalign.types.trajectory import take_rows
 from flowalign.utils.errors import require_known
+from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
 
 
 @dataclass(frozen=True)

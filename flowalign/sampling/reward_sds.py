@@ -18,16 +18,8 @@ from flowalign.functional.reward_ascent import (
 from flowalign.functional.transition import per_row
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.stepping import evaluate_velocity
-from flowalign.types import (
-    Cond,
-    Policy,
-    PositiveFloat,
-    PositiveInt,
-    Request,
-    UnitInterval,
-    VelocityField,
-    require_ranges,
-)
+from flowalign.types import Cond, Policy, Request, VelocityField
+from flowalign.utils.ranges import PositiveFloat, PositiveInt, UnitInterval, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Function that returns the reward of clean latents."""

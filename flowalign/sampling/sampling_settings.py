@@ -12,18 +12,17 @@ from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, BranchLayout, Chain, Comb, arrange_samples
 from flowalign.sampling.reward_guidance import RewardGuidance
 from flowalign.sampling.sde_windows import AllButLast, FrameWindow, SDEWindow
-from flowalign.types import (
+from flowalign.types import Policy, Reduced
+from flowalign.types.trajectory import Completion
+from flowalign.utils.errors import refuse_conflicts, require_default
+from flowalign.utils.ranges import (
     DenoisingSteps,
     GroupSize,
-    Policy,
     PositiveFloat,
     PositiveInt,
     Range,
-    Reduced,
     require_ranges,
 )
-from flowalign.types.trajectory import Completion
-from flowalign.utils.errors import refuse_conflicts, require_default
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 StepNoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=1000)]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.types import NonNegativeInt, PositiveInt, Range, require_ranges
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, Range, require_ranges
 
 
 class SDEWindow(ABC):

@@ -19,8 +19,9 @@ from flowalign.functional.transition import FlowSDE, Kernel, sample_next, transi
 from flowalign.sampling.inference import encode_once
 from flowalign.sampling.sampling_settings import NoiseLevel
 from flowalign.sampling.stepping import evaluate_velocity
-from flowalign.types import Cond, LatentReward, Policy, PositiveInt, Request, require_ranges
+from flowalign.types import Cond, LatentReward, Policy, Request
 from flowalign.types.trajectory import Completion, take_rows
+from flowalign.utils.ranges import PositiveInt, require_ranges
 
 Score = Callable[[Float[Tensor, "m *latent"], Sequence[Request]], Float[Tensor, "m"]]
 """Function that returns the weighted reward of clean latents."""

@@ -28,10 +28,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowalign.training.learner import Learner
-from flowalign.types import NonNegativeInt, PositiveInt, Settings
 from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import digest_file, sync_file, sync_tree
 from flowalign.utils.imports import LazyModule
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, Settings
 
 if TYPE_CHECKING:
     from torch.distributed import checkpoint

@@ -26,15 +26,13 @@ from flowalign.types import (
     MediaBatch,
     Policy,
     PromptConditioning,
-    Range,
     Request,
     RewardModel,
-    Settings,
-    UnitInterval,
     VelocityField,
 )
 from flowalign.utils.files import atomic_write
 from flowalign.utils.media.pixels import reduce_size, spread_frames, to_bytes
+from flowalign.utils.ranges import Range, Settings, UnitInterval
 from flowalign.utils.seeds import generator
 
 LEVELS = 4

@@ -26,21 +26,11 @@ from flowalign.training.divergence import (
     measure_divergence,
 )
 from flowalign.training.watch import DIVERSITY, KL, Watch, measure_panel, measure_signals
-from flowalign.types import (
-    DenoisingSteps,
-    NonNegativeInt,
-    Policy,
-    PositiveInt,
-    PromptConditioning,
-    Request,
-    Seed,
-    VelocityField,
-    prompts_of,
-    require_ranges,
-)
+from flowalign.types import Policy, PromptConditioning, Request, VelocityField, prompts_of
 from flowalign.utils.files import read_object, write_text
 from flowalign.utils.media.encode import write_clip, write_grid, write_picture
 from flowalign.utils.media.pixels import LONGEST, MOST_FRAMES, reduce_size, thin_frames
+from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8

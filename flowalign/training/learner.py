@@ -18,17 +18,16 @@ from flowalign.training.reference import (
     WeightOverride,
     reference_for,
 )
-from flowalign.types import (
+from flowalign.types import Policy, VelocityField
+from flowalign.utils.errors import TrainingFailure
+from flowalign.utils.ranges import (
     Decay,
     NonNegativeInt,
-    Policy,
     PositiveFloat,
     Range,
     UnitInterval,
-    VelocityField,
     require_ranges,
 )
-from flowalign.utils.errors import TrainingFailure
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_offloaded"]
 

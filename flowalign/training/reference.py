@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.sampling.inference import without_guidance
-from flowalign.types import (
-    Cond,
+from flowalign.types import Cond, Policy, Request, VelocityField, encode_requests
+from flowalign.types.policy import with_denoiser, with_guidance
+from flowalign.utils.adapters import adapters_of, adapters_off
+from flowalign.utils.ranges import (
     Decay,
     NonNegativeFloat,
     NonNegativeInt,
-    Policy,
     PositiveInt,
-    Request,
     Settings,
     UnitInterval,
-    VelocityField,
-    encode_requests,
 )
-from flowalign.types.policy import with_denoiser, with_guidance
-from flowalign.utils.adapters import adapters_of, adapters_off
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,16 +28,10 @@ from flowalign.functional.degradation import (
 )
 from flowalign.rewards.composite import Rewards
 from flowalign.training.divergence import group_rows
-from flowalign.types import (
-    MediaBatch,
-    NonNegativeFloat,
-    PositiveFloat,
-    Range,
-    Request,
-    require_ranges,
-)
+from flowalign.types import MediaBatch, Request
 from flowalign.utils.errors import require_default, require_known
 from flowalign.utils.files import read_object, write_json
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, Range, require_ranges
 
 Action = Literal["warn", "stop", "roll_back"]
 """Reaction to an alarm. warn: a message. stop: the run ends. roll_back: it ends with the weights of

@@ -26,10 +26,11 @@ from flowalign.curation.scoring.table_rows import (
 from flowalign.data.media_record import Record
 from flowalign.data.readers import Dataset
 from flowalign.rewards.checked import CheckedReward, load
-from flowalign.types import PositiveInt, RewardModel, UnitInterval, require_ranges
+from flowalign.types import RewardModel
 from flowalign.utils.console import say
 from flowalign.utils.files import read_object, write_rows, write_text
 from flowalign.utils.folders import compare_settings, record_settings
+from flowalign.utils.ranges import PositiveInt, UnitInterval, require_ranges
 
 MANIFEST, MAKER = "manifest.json", "a scoring job"
 RECORDS_PER_PART = 256

@@ -11,14 +11,8 @@ from flowalign.data.preference.convert import drop_misfits, drop_short, read_pai
 from flowalign.data.preference.preference_data import Example, Keep, Kind, Pair, Sample
 from flowalign.data.preference.validate import DropReport
 from flowalign.data.readers import Columns, Dataset, Source, open_dataset
-from flowalign.types import (
-    ConditionedPrompt,
-    InputSpec,
-    NonNegativeInt,
-    Policy,
-    PromptConditioning,
-    insert_words,
-)
+from flowalign.types import ConditionedPrompt, InputSpec, Policy, PromptConditioning, insert_words
+from flowalign.utils.ranges import NonNegativeInt
 
 _NAMES = ("positive", "negative")
 

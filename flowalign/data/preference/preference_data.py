@@ -14,18 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional import pairing
-from flowalign.types import (
-    ConditionedPrompt,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveInt,
-    PromptConditioning,
-    Reference,
-    Request,
-    require_ranges,
-)
+from flowalign.types import ConditionedPrompt, PromptConditioning, Reference, Request
 from flowalign.utils.errors import require_known
 from flowalign.utils.media.media import Media
+from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,12 @@ from flowalign.extra.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.extra.clip_pairs.generators import ClipPair, PairGenerator
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.config import WeightedReward, join_weights
-from flowalign.types import (
-    Decay,
-    DenoisingSteps,
-    Policy,
-    PositiveInt,
-    Request,
-    Seed,
-    require_ranges,
-)
+from flowalign.types import Policy, Request
 from flowalign.utils.files import atomic_write, read_object, write_text
 from flowalign.utils.media.decode import decode
 from flowalign.utils.media.encode import write_clip
 from flowalign.utils.media.media import Media, MediaProblem
+from flowalign.utils.ranges import Decay, DenoisingSteps, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import is_in_share
 
 

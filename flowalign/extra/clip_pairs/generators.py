@@ -33,7 +33,7 @@ from flowalign.extra.clip_pairs.denoiser import (
     temporal_stride,
 )
 from flowalign.rewards.composite import Rewards
-from flowalign.types import (
+from flowalign.utils.ranges import (
     Decay,
     NonNegativeFloat,
     PositiveFloat,

@@ -20,8 +20,9 @@ from flowalign.functional.forward_process import (
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import per_row
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)

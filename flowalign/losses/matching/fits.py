@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
-from flowalign.types import ALONE, Batch, FiniteFloat, LossContext, MatchingLoss, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat
 
 
 class WeightedFit(MatchingLoss):

@@ -24,8 +24,9 @@ from flowalign.functional.forward_process import (
 )
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 def gather_groups(

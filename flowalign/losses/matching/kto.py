@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from flowalign.functional.noise_matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)

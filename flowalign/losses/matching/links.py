@@ -18,7 +18,8 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     sigmoid_link,
 )
-from flowalign.types import Batch, Range, require_ranges
+from flowalign.types import Batch
+from flowalign.utils.ranges import Range, require_ranges
 
 
 class Link(ABC):

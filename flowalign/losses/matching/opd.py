@@ -17,8 +17,9 @@ from typing_extensions import override
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, ppo_clip
 from flowalign.functional.transition import Gaussian, Kernel, log_density, per_row
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, NonNegativeFloat, PositiveFloat
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import STEPS, Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,16 +22,9 @@ from flowalign.functional.preference_loss import (
     weighted_score,
 )
 from flowalign.losses.matching.links import Link, Sigmoid, error_stats, pair_stats, sample_errors
-from flowalign.types import (
-    ALONE,
-    Batch,
-    FiniteFloat,
-    LossContext,
-    MatchingLoss,
-    PositiveFloat,
-    Range,
-)
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)

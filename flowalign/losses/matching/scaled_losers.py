@@ -11,8 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.preference_loss import balancing_scale, loser_scale, scale_row_gradients
-from flowalign.types import ALONE, Batch, LossContext, MatchingLoss, UnitInterval
+from flowalign.types import ALONE, Batch, LossContext, MatchingLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)

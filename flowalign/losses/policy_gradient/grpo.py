@@ -28,8 +28,9 @@ from flowalign.functional.surrogate import (
 )
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.gradient_squares import POLICY, gradient_squares
-from flowalign.types import Batch, Fields, NonNegativeFloat, PolicyLoss, PositiveFloat, PositiveInt
+from flowalign.types import Batch, Fields, PolicyLoss
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 SurrogateLoss: TypeAlias = tuple[Float[Tensor, "n"], Float[Tensor, "n"]]
 """Loss per sample, and the log-ratio that the trust region is applied to."""

@@ -19,16 +19,9 @@ from typing_extensions import override
 from flowalign.functional.preference_loss import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
-from flowalign.types import (
-    Batch,
-    Fields,
-    PolicyLoss,
-    PositiveFloat,
-    Range,
-    VelocityField,
-    require_ranges,
-)
+from flowalign.types import Batch, Fields, PolicyLoss, VelocityField
 from flowalign.types.losses import Loss
+from flowalign.utils.ranges import PositiveFloat, Range, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

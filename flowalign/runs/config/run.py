@@ -27,19 +27,16 @@ from flowalign.training.reference import Ema
 from flowalign.types import (
     Offload,
     Policy,
-    PositiveInt,
     PromptConditioning,
     Quantization,
-    Range,
-    Seed,
     Setup,
     Sharding,
     Speed,
-    require_ranges,
     with_setup,
 )
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
+from flowalign.utils.ranges import PositiveInt, Range, Seed, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

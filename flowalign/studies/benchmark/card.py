@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flowalign.types import DenoisingSteps, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
+from flowalign.utils.ranges import DenoisingSteps, PositiveInt, Range, Seed, require_ranges
 from flowalign.utils.strict_yaml import read_mapping
 from flowalign.utils.typed_settings import build
 

@@ -16,15 +16,9 @@ from flowalign.training.matching.reference_models import (
     Teacher,
 )
 from flowalign.training.matching.states import ForwardNoise, LogitNormal, StateSource, Times
-from flowalign.types import (
-    MatchingLoss,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Policy,
-    PositiveInt,
-    require_ranges,
-)
+from flowalign.types import MatchingLoss, Policy
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, require_ranges
 
 STEP_FIELD = "step"
 """Name of the learner's velocity field for the step to the matched states."""

@@ -31,10 +31,11 @@ from flowalign.training.recipe import (
 from flowalign.training.rollouts.collecting import rollout
 from flowalign.training.rollouts.rollout_plan import rollout_evaluations, rollout_memory
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
-from flowalign.types import Batch, ModelPlan, PositiveInt, Trajectory, require_ranges
+from flowalign.types import Batch, ModelPlan, Trajectory
 from flowalign.types.losses import STEPS
 from flowalign.types.trajectory import take_rows
 from flowalign.utils.errors import require_default, require_known
+from flowalign.utils.ranges import PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,15 +24,8 @@ from flowalign.training.reference import (
     find_scale,
     guide,
 )
-from flowalign.types import (
-    Decay,
-    GuidanceScale,
-    Policy,
-    PositiveInt,
-    Settings,
-    VelocityField,
-    require_ranges,
-)
+from flowalign.types import Policy, VelocityField
+from flowalign.utils.ranges import Decay, GuidanceScale, PositiveInt, Settings, require_ranges
 
 AverageName = Literal["reference", "old", "anchor", "behaviour"]
 """Name of an average of the policy's weights in `Learner.averages`. old: the old policy of a loss.

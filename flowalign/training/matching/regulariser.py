@@ -15,16 +15,10 @@ from flowalign.training.matching.source import BatchStream, StreamContext
 from flowalign.training.matching.states import LogitNormal, Times
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.recipe import Log, MemoryPart, RunContext
-from flowalign.types import (
-    Batch,
-    MatchingLoss,
-    ModelPlan,
-    NonNegativeFloat,
-    PositiveInt,
-    require_ranges,
-)
+from flowalign.types import Batch, MatchingLoss, ModelPlan
 from flowalign.types.losses import Loss
 from flowalign.utils.errors import explain_errors, require_default
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 _WHERE = "in recipe.regulariser"
 StoredTerms = Callable[[Iterable[int]], Iterator[Term]]

@@ -23,16 +23,12 @@ from flowalign.rewards.latent_gradient import LatentGradient, latent_gradient, s
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import RecipePlan
 from flowalign.training.reference import conditional
-from flowalign.types import (
-    Batch,
+from flowalign.types import Batch, Policy, Request, SharedRows, Trajectory
+from flowalign.utils.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
-    Policy,
     PositiveFloat,
     PositiveInt,
-    Request,
-    SharedRows,
-    Trajectory,
     UnitInterval,
     require_ranges,
 )

@@ -41,20 +41,10 @@ from flowalign.training.rollouts.collecting import completion_values, compute_cr
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import (
-    Batch,
-    CreditEstimator,
-    DenoisingSteps,
-    GroupSize,
-    ModelPlan,
-    PositiveInt,
-    Request,
-    StepCredit,
-    encode_requests,
-    require_ranges,
-)
+from flowalign.types import Batch, CreditEstimator, ModelPlan, Request, StepCredit, encode_requests
 from flowalign.types.trajectory import Completion, take_rows
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
 StepWeighting = Literal["gap", "equal"]

@@ -23,8 +23,9 @@ from flowalign.training.recipe import RecipePlan, RunContext, TrainingPrompts
 from flowalign.training.rollouts.advantages import RewardMap, check_map
 from flowalign.training.rollouts.rollout_plan import plan_credited
 from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutFields, RolloutSettings
-from flowalign.types import CreditEstimator, ModelPlan, Policy, PositiveInt, require_ranges
+from flowalign.types import CreditEstimator, ModelPlan, Policy
 from flowalign.utils.errors import refuse_conflicts, require_default
+from flowalign.utils.ranges import PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

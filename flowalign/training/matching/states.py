@@ -22,18 +22,16 @@ from flowalign.functional.noise_matching import (
 )
 from flowalign.functional.transition import per_row
 from flowalign.training.reference import Guided, conditional, find_scale
-from flowalign.types import (
-    Batch,
+from flowalign.types import Batch, Policy, VelocityField
+from flowalign.utils.ranges import (
     DenoisingSteps,
     FiniteFloat,
     GuidanceScale,
     NonNegativeInt,
-    Policy,
     PositiveFloat,
     PositiveInt,
     Settings,
     UnitInterval,
-    VelocityField,
 )
 
 Schedule = Callable[[int], Float[Tensor, "S"]]

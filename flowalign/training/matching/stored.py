@@ -46,18 +46,10 @@ from flowalign.training.matching.stored_credit import (
 )
 from flowalign.training.recipe import RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import (
-    Batch,
-    CreditEstimator,
-    ModelPlan,
-    NonNegativeInt,
-    Policy,
-    PositiveInt,
-    UnitInterval,
-    require_ranges,
-)
+from flowalign.types import Batch, CreditEstimator, ModelPlan, Policy
 from flowalign.utils.errors import require_default
 from flowalign.utils.live_objects import find_object
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
 _AHEAD = 2

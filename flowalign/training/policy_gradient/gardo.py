@@ -9,14 +9,14 @@ from torch import Tensor
 from flowalign.functional.advantage import most_uncertain, reward_uncertainty
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.types import (
+from flowalign.utils.errors import require_known
+from flowalign.utils.ranges import (
     PositiveFloat,
     PositiveInt,
     Settings,
     UnitInterval,
     require_ranges,
 )
-from flowalign.utils.errors import require_known
 
 
 @dataclass(frozen=True, kw_only=True)

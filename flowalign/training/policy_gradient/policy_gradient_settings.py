@@ -21,14 +21,9 @@ from flowalign.training.rollouts.rollout_settings import (
     RolloutSettings,
     refuse_process,
 )
-from flowalign.types import (
-    CreditEstimator,
-    NonNegativeFloat,
-    PolicyLoss,
-    PositiveInt,
-    require_ranges,
-)
+from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

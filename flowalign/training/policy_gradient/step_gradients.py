@@ -23,7 +23,8 @@ from flowalign.functional.surrogate import StepWeight
 from flowalign.training.engine import Term
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import RolloutBatch, policy_term, rows_of
-from flowalign.types import Batch, PolicyLoss, PositiveFloat, Settings, UnitInterval
+from flowalign.types import Batch, PolicyLoss
+from flowalign.utils.ranges import PositiveFloat, Settings, UnitInterval
 
 Quantity = Literal["gradient", "update"]
 _TINY = 1e-300

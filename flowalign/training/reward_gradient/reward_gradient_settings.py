@@ -17,15 +17,9 @@ from flowalign.rewards.objectives import ControlWords
 from flowalign.training.engine import OnFailedCheck
 from flowalign.training.matching.regulariser import OptionalRegulariser
 from flowalign.training.reward_gradient.start import FromRollouts, Start
-from flowalign.types import (
-    GradientPath,
-    NonNegativeFloat,
-    Policy,
-    PositiveInt,
-    Replay,
-    require_ranges,
-)
+from flowalign.types import GradientPath, Policy, Replay
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 _DRAWS = 64
 """Number of random draws of a gradient path."""

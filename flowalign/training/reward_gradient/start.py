@@ -11,17 +11,8 @@ from typing_extensions import override
 from flowalign.functional.transition import DDIM, FlowSDE, Kernel
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sampling_settings import NoiseLevel, Sampling
-from flowalign.types import (
-    DenoisingSteps,
-    GroupSize,
-    Policy,
-    PositiveInt,
-    Request,
-    SharedRows,
-    Trajectory,
-    encode_requests,
-    require_ranges,
-)
+from flowalign.types import Policy, Request, SharedRows, Trajectory, encode_requests
+from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 
 
 class Start(ABC):

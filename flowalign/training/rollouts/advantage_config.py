@@ -7,8 +7,8 @@ from flowalign.data.requests import read_located_requests
 from flowalign.functional.advantage import Combine, Scale
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds
 from flowalign.training.recipe import RunContext
-from flowalign.types import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection. off: no selection. group: the samples of a prompt.

@@ -29,7 +29,8 @@ from flowalign.rewards.combine import pareto_mask
 from flowalign.rewards.composite import Rewards
 from flowalign.training.rollouts.advantage_config import AdvantageConfig, Pareto
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Request, Settings, StepCredit, UnitInterval
+from flowalign.types import Request, StepCredit
+from flowalign.utils.ranges import Settings, UnitInterval
 
 
 @dataclass(frozen=True)

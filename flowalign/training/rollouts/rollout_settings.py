@@ -16,7 +16,6 @@ from flowalign.types import (
     CreditEstimator,
     LatentReward,
     PastOutcomes,
-    PositiveInt,
     SharedRows,
     Trajectory,
     ValueFunction,
@@ -24,6 +23,7 @@ from flowalign.types import (
 )
 from flowalign.types.trajectory import Completion, CompletionRequest
 from flowalign.utils.errors import require_default
+from flowalign.utils.ranges import PositiveInt
 
 SEVERAL = 10**6
 """Index of a late training step; its window is checked in addition to the first one."""
