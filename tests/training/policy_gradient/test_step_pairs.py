@@ -185,7 +185,7 @@ def test_steps_of_larger_weight_pull_more():
     torch.testing.assert_close(gradient(new_learner(), cfg, heavy), 3 * single)
 
 
-@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize("updates", [1, 3])
 def test_every_pair_is_seen_once_an_epoch_however_the_step_is_divided(updates):
     """Prompts are kept whole, so no pair is split: each update weights all of its pairs by 1."""
     seen = []
