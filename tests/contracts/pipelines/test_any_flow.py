@@ -51,9 +51,8 @@ def encoded(policy, prompts=PROMPTS):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [0.93, 0.2])
-def test_velocities_and_gradients_are_those_of_the_family_s_own_policy(pair, sigma):
-    x, time = noise(pair.adapter), torch.tensor(sigma)
+def test_velocities_and_gradients_are_those_of_the_family_s_own_policy(pair):
+    x, time = noise(pair.adapter), torch.tensor(0.2)
     wanted = pair.packed(pair.adapter.velocity(x, time, encoded(pair.adapter)))
     found = pair.generic.velocity(pair.packed(x), time, encoded(pair.generic))
     assert (wanted[0] - wanted[1]).abs().max() > 0.1
@@ -98,7 +97,7 @@ def test_schedules_media_and_latents_are_those_of_the_family_s_own_policy(pair):
     torch.testing.assert_close(found, pair.packed(adapter.embed(shown)), **CLOSE)
     mine, theirs = generic.plan(), adapter.plan()
     assert (mine.parameters, mine.trainable) == (theirs.parameters, theirs.trainable)
-    # Text counts as if joint. The masks of HunyuanVideo 1.5 grow with the square of its 1,985 text
+    # Text counts as if joint. The masks of HunyuanVideo 1.5 grow with the square of its text
     # tokens, of which `AnyFlow` plans `max_sequence_length`, 512.
     least = 0.2 if isinstance(adapter, HunyuanVideo15) else 0.5
     assert mine.activation_bytes > least * theirs.activation_bytes
@@ -249,7 +248,7 @@ def test_the_encoders_are_named_by_weights_and_arguments():
     ],
     ids=["sd3", "wan"],
 )
-def test_three_steps_of_training_are_those_of_the_family_s_own_policy(
+def test_two_steps_of_training_are_those_of_the_family_s_own_policy(
     tmp_path, file, path, arguments, fps
 ):
     content = yaml.safe_load(Path(file).read_text())
@@ -270,16 +269,16 @@ def test_three_steps_of_training_are_those_of_the_family_s_own_policy(
         trained(tmp_path / name, content | {"policy": policy})
         for name, policy in (("own", content["policy"]), ("any", generic))
     ]
-    assert len(rows[0]) == 3
+    assert len(rows[0]) == 2
     # the two evaluate batches of other shapes, and Wan's pipeline divides latents by 1 / std where
-    # our policy multiplies: sums round apart, and three updates carry that on
+    # our policy multiplies: sums round apart, and two updates carry that on
     for own, generic_row in zip(*rows, strict=True):
         assert generic_row == pytest.approx(own, rel=1e-5, abs=1e-6)
-    assert len({row["optim/grad_norm"] for row in rows[0]}) == 3
+    assert len({row["optim/grad_norm"] for row in rows[0]}) == 2
 
 
 def trained(folder: Path, content: dict) -> list[dict]:
-    """The metrics of three steps of a small copy of a run, but for times and costs."""
+    """The metrics of two steps of a small copy of a run, but for times and costs."""
     from flowalign.cli.main import main
 
     folder.mkdir()
@@ -288,7 +287,7 @@ def trained(folder: Path, content: dict) -> list[dict]:
     recipe["sampling"]["micro_batch"] = 8
     content = content | {
         "recipe": content["recipe"] | {"init_args": recipe},
-        "num_steps": 3,
+        "num_steps": 2,
         "output_dir": str(folder / "run"),
         "evaluation": None,
     }
