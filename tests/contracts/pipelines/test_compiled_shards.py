@@ -14,12 +14,16 @@ from tests.fixtures.ranks import on_ranks
 
 
 def evaluated(processes, compiles):
-    """Velocities without gradient, with gradient and without adapter, gradients, and graphs."""
+    """Velocities without gradient, with gradient and without adapter, gradients, and graphs.
+
+    Only the first process compiles, which takes most of the time.
+    """
     torch._dynamo.reset()
     torch.compile = partial(torch.compile, backend="eager")
     policy = SD3(FOLDER, 32, 32, 1.0, Lora(rank=3, alpha=7), "fp32", 1, True)
     sharding = Sharding(weights="blocks")
-    policy.network.setup = Setup(speed=Speed(compile=compiles), sharding=sharding)
+    speed = Speed(compile=compiles and processes.rank == 0)
+    policy.network.setup = Setup(speed=speed, sharding=sharding)
     policy.network.loads_to_cpu = True
     policy.load(torch.device("cpu"))
     move(policy)
@@ -44,7 +48,7 @@ def evaluated(processes, compiles):
 def test_compiled_blocks_of_shared_weights_compute_the_same(tmp_path):
     plain = on_ranks(evaluated, 2, tmp_path / "plain", False)
     compiled = on_ranks(evaluated, 2, tmp_path / "compiled", True)
-    for (expected, none), (found, graphs) in zip(plain, compiled, strict=True):
-        assert none == 0
-        assert 4 <= graphs <= 12, "blocks of a kind share their graphs"
+    assert 4 <= compiled[0][1] <= 12, "blocks of a kind share their graphs"
+    assert (plain[0][1], plain[1][1], compiled[1][1]) == (0, 0, 0)
+    for (expected, _), (found, _) in zip(plain, compiled, strict=True):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
