@@ -55,12 +55,21 @@ def _tiny(name, path, lora):
 KINDS |= {name: (TINY[name][0], partial(_tiny, name)) for name in IMAGES}
 
 
-def _computed(processes, new, folder, divided):
+def _compute_each(processes, folders):
+    """What each kind of network computes while two processes divide its tokens."""
+    together = join("cpu", 2)
+    return {kind: _computed(KINDS[kind][1], folder, together) for kind, folder in folders.items()}
+
+
+def _compute_divided(processes, new, folder):
+    return _computed(new, folder, join("cpu", 2))
+
+
+def _computed(new, folder, together=None):
     """A velocity, and gradients to the adapter and to a state, of a loss that weighs all tokens."""
     policy = new(path=folder, lora=EVERYWHERE)
     move(policy)
-    if divided:
-        together = join("cpu", 2)
+    if together:
         policy.network.divide_context(together.context.mesh, together.scheduler.wait_for_group)
     cond = policy.encode(requests_for(policy, ["a red ball", "two cats on a sofa"]))
     x = policy.noise(2, torch.Generator().manual_seed(1)).requires_grad_()
@@ -73,12 +82,21 @@ def _computed(processes, new, folder, divided):
     return v.detach(), {n: g for n, g in grads.items() if g is not None}, x.grad
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: build(root / str(k)) for k, (kind, (build, _)) in enumerate(KINDS.items())}
+
+
+@pytest.fixture(scope="module")
+def divided(folders, tmp_path_factory):
+    return on_ranks(_compute_each, 2, tmp_path_factory.mktemp("ranks"), folders)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_divided_tokens_give_the_velocity_and_the_gradients_of_whole_ones(tmp_path, kind):
-    build, new = KINDS[kind]
-    folder = build(tmp_path / "model")
-    ((v, grads, gradient),) = on_ranks(_computed, 1, tmp_path / "1", new, folder, False)
-    ranks = on_ranks(_computed, 2, tmp_path / "2", new, folder, True)
+def test_divided_tokens_give_the_velocity_and_the_gradients_of_whole_ones(folders, divided, kind):
+    v, grads, gradient = _computed(KINDS[kind][1], folders[kind])
+    ranks = [found[kind] for found in divided]
     assert len(grads) >= 12
     for ours, _, to_state in ranks:
         torch.testing.assert_close(ours, v, atol=1e-5, rtol=0)
@@ -96,4 +114,4 @@ def test_plans_of_ltx_fail_in_diffusers(tmp_path, name):
     """Masks (LTX-Video) and positions (LTX-2) keep all heads; else remove their refusals."""
     folder = TINY[name][0](tmp_path / "model")
     with pytest.raises(ProcessRaisedException, match=r"size of tensor a \(2\) must match .*\(4\)"):
-        on_ranks(_computed, 2, tmp_path / "2", partial(_tiny, name), folder, True)
+        on_ranks(_compute_divided, 2, tmp_path / "2", partial(_tiny, name), folder)
