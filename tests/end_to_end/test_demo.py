@@ -5,29 +5,17 @@ import subprocess
 
 import pytest
 import torch
-import yaml
 from diffusers import StableDiffusion3Pipeline
 
+from tests.fixtures.short_demo import SHORTENED, write_short_demo
 from tests.fixtures.zygote import ROOT, python
 
 pytestmark = pytest.mark.slow
-SHORTENED = """
-import sys
-from flowalign.cli.demo import CONFIGS
-from flowalign.cli.main import main
-CONFIGS["shapes"] = sys.argv.pop()
-main()
-"""
-"""The command, with another run file behind its options."""
 
 
 @pytest.mark.always
 def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
-    file = tmp_path / "short.yaml"
-    content = yaml.safe_load((ROOT / "configs/shapes_demo.yaml").read_text())
-    content["extends"] = [str(ROOT / name) for name in content["extends"]]
-    content["recipe"]["data"]["prompts_per_step"] = 8
-    file.write_text(yaml.safe_dump(content | {"evaluation": {"num_prompts": 16}}))
+    file = write_short_demo(tmp_path, ROOT)
     command = [python(), "-c", SHORTENED, "demo", "--steps", "2", file]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
@@ -38,7 +26,7 @@ def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert {"seen/exact_match", "unseen/exact_match", "diversity"} <= summary["after"].keys()
-    assert summary["reward_calls"] == 2 * 8 * 12
+    assert summary["reward_calls"] == 2 * 4 * 12
     assert "<html" in (run / "report.html").read_text()[:200]
     checkpoint = run / "checkpoints" / "step-000002"
     pipe = StableDiffusion3Pipeline.from_pretrained("assets/shapes/sd3")

@@ -9,6 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.fixtures.doc_pages import ROOT, blocks
+from tests.fixtures.short_demo import SHORTENED, write_short_demo
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,8 @@ def test_run_files_are_listed_and_checked_outside_of_a_checkout(call):
 
 
 def test_the_demo_trains_the_bundled_model(call, tmp_path):
-    succeed(call("flowalign", "demo", "--steps", "1", "--processes", "1"))
+    short = write_short_demo(tmp_path)
+    succeed(call("python", "-c", SHORTENED, "demo", "--steps", "1", "--processes", "1", short))
     assert (tmp_path / "runs/demo/report.html").is_file()
 
 
