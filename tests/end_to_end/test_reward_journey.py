@@ -31,7 +31,8 @@ def command(*words):
 @pytest.mark.timeout(600)
 def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
     data, model = tmp_path / "preferences", tmp_path / "reward"
-    command("assets/shapes/preferences.py", data, "--limit", "120", "--count", "3")
+    few = ("--limit", "120", "--count", "3", "--steps", "4")
+    command("assets/shapes/preferences.py", data, *few)
     train = ("-m", "flowalign", "reward", "train", "configs/reward/shapes_preference.yaml")
     command(
         *train,
@@ -74,7 +75,9 @@ def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
         "train",
         "configs/shapes_learned.yaml",
         "--num_steps",
-        "2",
+        "1",
+        "--recipe.prompts_per_step",
+        "4",
         "--output_dir",
         run,
         "--evaluation.num_prompts",
