@@ -200,7 +200,7 @@ class Backward(SDEWindow):
 
 def _check_window(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
     if not 0 <= start < stop <= num_steps:
-        raise ValueError(f"window [{start}, {stop}) lies outside the schedule [0, {num_steps})")
+        raise ValueError(f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps")
     return tuple(range(start, stop))
 
 

@@ -72,7 +72,7 @@ def test_settings_are_the_product_of_all_axes_and_weights_come_last_in_their_nam
         (["--vary", "recipe.sampling.etta=0.5,0.7"], "etta"),
         (["--vary", "recipe.sampling.eta=0.5,-1"], "recipe.sampling.eta"),
         (["--vary", "recipe.sampling.eta=0.5,0.5"], "are the same settings"),
-        (["--vary", "recipe.sampling.sde_window.stop=2,99"], "outside the schedule [0, 8)"),
+        (["--vary", "recipe.sampling.sde_window.stop=2,99"], "outside the schedule of 8 steps"),
         (["--layouts", "16x12", "16"], "--layouts has '16'; it must be PROMPTSxSAMPLES"),
         (["--layouts", "16x0"], "--layouts has '16x0'"),
         (["--layouts", "16x1"], "samples_per_prompt is 1"),

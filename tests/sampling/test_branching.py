@@ -106,7 +106,7 @@ def test_what_every_arrangement_keeps_to(kind, window, seeds):
 @pytest.mark.parametrize(
     ("branching", "samples", "message"),
     [
-        (Tree(), 6, r"has 4 samples .* not 6.\nSet recipe.sampling.samples_per_prompt"),
+        (Tree(), 6, r"has 4 samples .* not 6: set sampling.samples_per_prompt"),
         (Tree(splits=[0, 3]), 4, r"splits at \[3\], but the stochastic steps are"),
         (Comb(children=3), 8, r"has 6 samples per initial noise, not 8"),
     ],
