@@ -192,7 +192,7 @@ def arguments(**given):
 
 
 def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="--gpu is 'h100'; there are h100-80gb, "):
+    with pytest.raises(ValueError, match="--gpu is 'h100'; did you mean 'h100-80gb'"):
         _read_cluster(arguments(gpus=2, gpu="h100"))
 
 
