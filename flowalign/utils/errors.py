@@ -52,11 +52,11 @@ def explain_errors(
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar known name, or else all of them."""
+    """Return a hint for an unknown name: the most similar known name, if any, and all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     there = ", ".join(names)[:_LONGEST] or "none"
-    return f"did you mean {near[0]!r}?" if near else f"there are {there}"
+    return f"did you mean {near[0]!r}? There are {there}" if near else f"there are {there}"
 
 
 def require_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
