@@ -135,16 +135,20 @@ def arrange_samples(
 ) -> BranchLayout:
     """Return the layout of one prompt, with the same arrangement for each initial noise."""
     if num_samples % seeds:
-        lost = f"which seeds_per_prompt {seeds} does not divide"
-        raise ValueError(f"sampling.samples_per_prompt is {num_samples}, {lost}")
+        raise ValueError(
+            f"sampling.samples_per_prompt is {num_samples}, "
+            f"which seeds_per_prompt {seeds} does not divide"
+        )
     one = branching.seed_layout(num_samples // seeds, eta)
     return BranchLayout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
 
 
 def _require_samples(layout: str, expected: int, num_samples: int) -> None:
     if num_samples != expected:
-        has = f"a {layout} has {expected} samples per initial noise, not {num_samples}"
-        raise ValueError(f"{has}: set sampling.samples_per_prompt to {expected} x seeds_per_prompt")
+        raise ValueError(
+            f"a {layout} has {expected} samples per initial noise, not {num_samples}.\nSet recipe."
+            f"sampling.samples_per_prompt to {expected} x recipe.sampling.seeds_per_prompt"
+        )
 
 
 def _split_steps(splits: Sequence[int] | None, eta: Float[Tensor, "T"]) -> list[int]:
@@ -153,8 +157,10 @@ def _split_steps(splits: Sequence[int] | None, eta: Float[Tensor, "T"]) -> list[
     chosen = window if splits is None else sorted(splits)
     outside = sorted(set(chosen) - set(window))
     if outside or not chosen:
-        lost = f"branching splits at {outside or chosen}, but the stochastic steps are {window}"
-        raise ValueError(f"{lost}: change recipe.sampling.branching.splits or sde_window")
+        raise ValueError(
+            f"branching splits at {outside or chosen}, which the window does not make stochastic: "
+            f"it has steps {window}. Change recipe.sampling.branching.splits or sde_window"
+        )
     return chosen
 
 

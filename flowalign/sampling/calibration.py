@@ -70,8 +70,10 @@ class Calibration:
         """Reject unknown rules and settings outside their ranges."""
         require_ranges(self, "calibration")
         if self.rule == "damped" and self.threshold is not None and self.threshold >= 1:
-            share = "the damped rule takes a share, above 0 and below 1"
-            raise ValueError(f"calibration.threshold is {self.threshold}; {share}")
+            raise ValueError(
+                f"calibration.threshold is {self.threshold}; "
+                "the damped rule takes a share, above 0 and below 1"
+            )
 
     def settings(self) -> dict[str, Any]:
         """Return all settings except the number of iterations, with the defaults of the rule."""
@@ -191,8 +193,11 @@ def _resume(path: Path, fresh: History, num_iterations: int) -> History:
     if other:
         remedy = "Choose another file, delete this one, or calibrate with its settings."
         raise ValueError(f"{path} holds a calibration with {', '.join(other)}.\n{remedy}")
-    if (count := len(held.iterations)) > num_iterations:
-        raise ValueError(f"calibration.iterations is {num_iterations}, but {path} holds {count}")
+    if len(held.iterations) > num_iterations:
+        raise ValueError(
+            f"calibration.iterations is {num_iterations}, but {path} already holds "
+            f"{len(held.iterations)}"
+        )
     return held
 
 

@@ -18,7 +18,6 @@ from flowalign.functional.reward_ascent import nrg_velocity, reward_gradient
 from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity, per_row
 from flowalign.types import Cond, LatentReward, Policy
 from flowalign.types.trajectory import take_rows
-from flowalign.utils.errors import require_known
 from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
 
 
@@ -149,5 +148,9 @@ def compute_gradient(
 
 def check_dims(reward: LatentReward, weights: Mapping[str, float]) -> None:
     """Raise ValueError if weights are all 0 or contain unknown reward dimensions."""
-    weighted = [dim for dim, weight in weights.items() if weight] or ["none"]
-    require_known("weights of a latent reward name", [*weights, *weighted], reward.dims)
+    unknown = sorted(set(weights) - set(reward.dims))
+    if unknown or not any(weights.values()):
+        raise ValueError(
+            f"weights name {unknown or 'no dimension with a weight'}; the latent reward has "
+            f"{', '.join(reward.dims)}"
+        )

@@ -63,7 +63,10 @@ class CachedReplay(Replay):
     @override
     def state(self, k: int) -> Tensor:
         if k not in self.trajectory.states:
-            raise ValueError(f"state {k} was not kept; there are {sorted(self.trajectory.states)}")
+            raise ValueError(
+                f"state {k} was not kept; the samples have the states "
+                f"{sorted(self.trajectory.states)}"
+            )
         return self.trajectory.state(k, self.samples)
 
     @override

@@ -106,14 +106,20 @@ class Sampling:
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, "sampling")
         if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
-            levels = f"{len(self.eta)} levels for {self.num_steps} steps"
-            raise ValueError(f"sampling.eta has {levels}; give one number, or one for each step")
+            raise ValueError(
+                f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
+                "give one number, or one for each step"
+            )
         refuse_conflicts(self, "sampling", _CONFLICTS)
 
     def check_precision(self, key: str, policy: Policy) -> None:
         """Raise ValueError if `precision` is set but not lower than the policy's precision."""
         if policy.precision != "fp32" or policy.network is None:
-            reason = f"{type(policy).__name__} computes in {policy.precision} only"
+            reason = (
+                f"policy.precision is {policy.precision}"
+                if policy.precision != "fp32"
+                else f"{type(policy).__name__} has one precision"
+            )
             require_default(self, f"{key}.sampling", reason, "precision")
 
     def _levels_at(self, steps: Sequence[int]) -> Float[Tensor, "T"]:
@@ -147,8 +153,10 @@ class Sampling:
             ValueError: The branching does not fit the number of samples or the steps.
         """
         if self.merge is not None and len(steps) != 1:
-            remedy = "set it to null, or recipe.sampling.sde_window to one of size 1"
-            raise ValueError(f"sampling.merge needs 1 step, the window has {len(steps)}: {remedy}")
+            raise ValueError(
+                f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
+                "set it to null, or recipe.sampling.sde_window to one of size 1"
+            )
         seeds, shared = self.seeds_per_prompt, self.untrained_steps == "shared_sde"
         eta = self._levels_at(self.stochastic(steps))
         if seeds is None:
@@ -158,8 +166,10 @@ class Sampling:
         if shared:
             arranged = replace(arranged, eta=eta.expand(self.samples_per_prompt, -1))
         if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
-            most = f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}"
-            raise ValueError(f"sampling.eta is {self.eta}, up to {loudest:g} in branches; {most}")
+            raise ValueError(
+                f"sampling.eta is {self.eta}, up to {loudest:g} in branches; "
+                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}: lower it"
+            )
         return arranged
 
     def as_combs(self, combs: int, children: int, window: int) -> "Sampling":

@@ -90,8 +90,10 @@ class Random(SDEWindow):
         before_last = num_steps - self.size
         high = min(int(self.share * num_steps), before_last) if self.high is None else self.high
         if not self.low < high:
-            start = f"starts in [{self.low}, {high}), which is empty: take more steps, or fewer"
-            raise ValueError(f"random window of {self.size} of {num_steps} steps {start}")
+            raise ValueError(
+                f"random window of {self.size} of {num_steps} steps draws its start from "
+                f"[{self.low}, {high}), which is empty: take more steps, or a smaller size"
+            )
         for start in (self.low, high - 1):
             _check_window(start, start + self.size, num_steps)
         start = int(torch.randint(self.low, high, (), generator=generator))
@@ -119,7 +121,9 @@ class RandomSubset(SDEWindow):
             raise ValueError(f"random subset of the first {stop} steps; there are {num_steps}")
         count = int(self.share * stop)
         if not 1 <= count <= stop:
-            raise ValueError(f"share {self.share} of {stop} steps is {count}; need at least 1")
+            raise ValueError(
+                f"share {self.share} of {stop} steps is {count} steps; need at least 1"
+            )
         return tuple(sorted(torch.randperm(stop, generator=generator)[:count].tolist()))
 
 
@@ -193,14 +197,19 @@ class Backward(SDEWindow):
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Return the window of this step of the loop."""
         if not 2 <= self.first <= num_steps:
-            raise ValueError(f"first is {self.first}; it must lie in [2, {num_steps}]")
+            raise ValueError(
+                f"backward window with first {self.first}: it must lie in [2, {num_steps}]"
+            )
         size = min(self.first + iteration // self.every, num_steps)
         return _check_window(num_steps - size, num_steps - 1, num_steps)
 
 
 def _check_window(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
     if not 0 <= start < stop <= num_steps:
-        raise ValueError(f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps")
+        raise ValueError(
+            f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps "
+            f"[0, {num_steps})"
+        )
     return tuple(range(start, stop))
 
 
@@ -233,8 +242,10 @@ class FrameWindow:
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
         """Return a window within [0, num_frames); raise ValueError if it does not fit."""
         if not 0 < self.length <= num_frames:
-            most = f"samples have {num_frames} latent frames"
-            raise ValueError(f"sampling.frame_window.length is {self.length}; {most}")
+            raise ValueError(
+                f"sampling.frame_window.length is {self.length}, but samples have {num_frames} "
+                f"latent frames: choose 1 to {num_frames}"
+            )
         start = int(torch.randint(num_frames - self.length + 1, (), generator=generator))
         return range(start, start + self.length)
 
@@ -244,8 +255,10 @@ def draw_frame_windows(
 ) -> list[range]:
     """Return each prompt's window; raise ValueError for image latents and missing frames."""
     if len(latent_shape) != 4:
-        shape = f"{tuple(latent_shape)}, not (channels, frames, height, width): set it to null"
-        raise ValueError(f"sampling.frame_window needs frames, but latents have shape {shape}")
+        raise ValueError(
+            "sampling.frame_window needs frames of a video, but the latents of this policy "
+            f"have shape {tuple(latent_shape)}, not (channels, frames, height, width): use null"
+        )
     return [window.frames(latent_shape[1], generator) for generator in generators]
 
 

@@ -77,21 +77,30 @@ class Search:
             raise ValueError(f"search.prune is {list(self.prune)}; give rising numbers of steps")
         after = self.keep * self.branches
         if self.prune and not (self.keep < self.width and after <= self.width):
-            kept = f"search.keep is {self.keep}, width {self.width}, branches {self.branches}"
-            raise ValueError(f"{kept}; keep must be below width, and branches at most width / keep")
+            raise ValueError(
+                f"search keeps {self.keep} of {self.width} states with {self.branches} branches "
+                "each: keep fewer than width, with no more branches than width / keep"
+            )
         if len(self.prune) > 1 and self.branches == 1:
-            remedy = "give one number, or at least 2 branches"
-            raise ValueError(f"search.prune is {list(self.prune)} with one branch: {remedy}")
+            raise ValueError(
+                f"search.prune is {list(self.prune)} with one branch, so that the second pruning "
+                "drops nothing: give one number, or at least 2 branches"
+            )
         if not self.prune and (self.keep, self.branches) != (1, 1):
             raise ValueError("search.prune is empty, so leave keep and branches out, or set it")
         if isinstance(self.value, Completion) and not self.value.follows_rollout:
-            raise ValueError("search.value completes as the policy: leave weights and guidance out")
+            raise ValueError(
+                "search.value must complete with the policy's weights and guidance: leave out "
+                "weights and guidance"
+            )
 
     def check(self, num_steps: int) -> None:
         """Raise ValueError for prunings at or after the last of `num_steps` steps."""
         if self.prune and self.prune[-1] >= num_steps:
-            most = f"a sampler with {num_steps} steps prunes after 1 to {num_steps - 1} steps"
-            raise ValueError(f"search.prune is {list(self.prune)}; {most}")
+            raise ValueError(
+                f"search.prune is {list(self.prune)}; a sampler with {num_steps} steps can prune "
+                f"after 1 to {num_steps - 1} steps"
+            )
 
     def cost(self, num_steps: int, per_velocity: int) -> SearchCost:
         """Return the cost of one sample; no model is needed for it."""

@@ -46,9 +46,9 @@ class FeatureRecorder(VelocityField):
                 stack.enter_context(hook)
             v = self.policy.velocity(x, sigma, cond)
         if any(len(hidden) % len(x) for hidden in seen):
-            apart = "evaluates some apart: choose credit without a critic"
             raise ValueError(
-                f"a critic reads whole batches, and {type(self.policy).__name__} {apart}"
+                f"a critic reads features of whole batches, and {type(self.policy).__name__} "
+                "evaluates samples of different lengths separately: choose credit without a critic"
             )
         each = torch.cat([average_places(hidden) for hidden in seen]).unflatten(0, (-1, len(x)))
         self.rows.append(each.transpose(0, 1).flatten(1))
@@ -87,8 +87,10 @@ def last_layers(denoiser: nn.Module) -> list[nn.Module]:
         if name.rpartition(".")[2] in LAST_LAYERS and name.count(".") <= 1
     ]
     if not layers:
-        names = f"{type(denoiser).__name__} has no {' or '.join(LAST_LAYERS)}"
-        raise ValueError(f"a critic reads the input of a denoiser's last layer; {names}")
+        raise ValueError(
+            f"a critic reads the input of a denoiser's last layer; {type(denoiser).__name__} has "
+            f"none that is called {' or '.join(LAST_LAYERS)}"
+        )
     return layers
 
 

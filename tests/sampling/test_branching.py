@@ -106,8 +106,8 @@ def test_what_every_arrangement_keeps_to(kind, window, seeds):
 @pytest.mark.parametrize(
     ("branching", "samples", "message"),
     [
-        (Tree(), 6, r"has 4 samples .* not 6: set sampling.samples_per_prompt"),
-        (Tree(splits=[0, 3]), 4, r"splits at \[3\], but the stochastic steps are"),
+        (Tree(), 6, r"has 4 samples .* not 6.\nSet recipe.sampling.samples_per_prompt"),
+        (Tree(splits=[0, 3]), 4, r"splits at \[3\], which the window does not make stochastic"),
         (Comb(children=3), 8, r"has 6 samples per initial noise, not 8"),
     ],
 )
@@ -262,11 +262,11 @@ def test_a_search_costs_what_was_planned(cfg, evaluations, scored):
     ("settings", "message"),
     [
         ({"prune": [4, 2]}, "rising"),
-        ({"prune": [2], "keep": 8}, "keep is 8, width 8"),
-        ({"prune": [2], "keep": 3, "branches": 3}, "branches at most width"),
-        ({"prune": [2, 4], "keep": 2}, "with one branch"),
+        ({"prune": [2], "keep": 8}, "keeps 8 of 8"),
+        ({"prune": [2], "keep": 3, "branches": 3}, "no more branches"),
+        ({"prune": [2, 4], "keep": 2}, "second pruning drops nothing"),
         ({"keep": 2}, "prune is empty"),
-        ({"prune": [2], "value": Completion(weights="ema")}, "leave weights and guidance out"),
+        ({"prune": [2], "value": Completion(weights="ema")}, "leave out weights and guidance"),
     ],
 )
 def test_trees_that_prune_nothing_or_grow_are_refused(settings, message):

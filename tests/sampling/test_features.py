@@ -110,5 +110,5 @@ def test_the_last_layer_of_each_joined_network_is_found_and_those_of_blocks_are_
 
 
 def test_a_network_whose_last_layer_has_another_name_is_refused():
-    with pytest.raises(ValueError, match=r"Linear has no proj_out or conv_out"):
+    with pytest.raises(ValueError, match=r"Linear has none that is called proj_out or conv_out"):
         last_layers(nn.Linear(1, 1))

@@ -178,7 +178,7 @@ def test_backward_grows_from_the_end_and_stops_at_the_whole():
     ("window", "message"),
     [
         (Geometric(size=8), r"window \[0, 8\) lies outside"),
-        (Backward(first=9), r"first is 9; it must lie in \[2, 8\]"),
+        (Backward(first=9), r"first 9: it must lie in \[2, 8\]"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(window, message):
@@ -358,11 +358,11 @@ def _run(clip):
 
 def test_clips_are_refused_for_pictures():
     learner, cfg = new_learner(), new_recipe({"frame_window": FrameWindow(length=1)})
-    with pytest.raises(ValueError, match=r"needs frames, .*shape \(3,\).*set it to null"):
+    with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*use null"):
         rollout(cfg.rollouts, learner, plain_requests(TWO), 0, 0)
 
 
 @pytest.mark.parametrize("length", [0, 6])
 def test_a_clip_outside_the_latent_frames_is_refused(length):
-    with pytest.raises(ValueError, match=rf"length is {length}; samples have 5 latent frames"):
+    with pytest.raises(ValueError, match=rf"length is {length}, .* 5 latent frames: choose 1 to 5"):
         draw_frame_windows(FrameWindow(length=length), SHAPE, [generator(0, "clip")])
