@@ -160,9 +160,10 @@ def _way_out(folder: Path) -> str:
 def check_start(path: str, key: str) -> None:
     """Raise ValueError unless the weights of a checkpoint are intact; `key` names its setting."""
     if not Path(path).is_dir():
-        remedy = "name a folder such as runs/RUN/checkpoints/step-000100"
-        looked = f"(looked in {Path.cwd()})"
-        raise ValueError(f"{key}: the checkpoint {path!r} does not exist {looked}: {remedy}")
+        raise ValueError(
+            f"{key}: the checkpoint {path!r} does not exist (looked in {Path.cwd()}): train it "
+            "first, or name a folder such as runs/RUN/checkpoints/step-000100"
+        )
     with explain_errors(key):
         check_weights(Path(path))
 
@@ -247,8 +248,10 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     differ = {n for n in names ^ wanted.keys() if "optimizer." not in n}
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
-        other = f"{len(differ)} tensors differ,\nfor example {min(differ)}"
-        raise ValueError(f"checkpoint {folder} belongs to another model or adapter: {other}")
+        raise ValueError(
+            f"checkpoint {folder} belongs to another model or adapter: "
+            f"{len(differ)} tensors differ,\nfor example {min(differ)}"
+        )
     _write_back(learner, got, loop)
     return loop
 
@@ -338,8 +341,10 @@ def check_moments(kind: str, names: Collection[str]) -> None:
     found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
     if found and ("state1" in found) != (kind == "adamw_8bit"):
         before = "in 8 bits" if "state1" in found else "in float32"
-        remedy = "set the kind of the checkpoint's run"
-        raise ValueError(f"optimizer.kind is {kind}, but the checkpoint's is {before}: {remedy}")
+        raise ValueError(
+            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set the kind of "
+            "the checkpoint's run"
+        )
 
 
 def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:

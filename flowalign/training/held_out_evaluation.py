@@ -74,8 +74,10 @@ class Evaluation:
             raise ValueError("evaluation.prompts is empty; name a split, or set evaluation: null")
         require_ranges(self, "evaluation")
         if self.num_prompts < len(self.prompts):
-            fewest = f"each of the {len(self.prompts)} splits needs at least one"
-            raise ValueError(f"evaluation.num_prompts is {self.num_prompts}; {fewest}")
+            raise ValueError(
+                f"evaluation.num_prompts is {self.num_prompts}; "
+                f"each of the {len(self.prompts)} splits needs at least one"
+            )
 
     def check_watch(self, weights: Mapping[str, float]) -> None:
         """Raise ValueError for watched metrics that this evaluation cannot measure."""
@@ -85,8 +87,10 @@ class Evaluation:
         requests = [request for _, request in self.items()]
         if DIVERSITY in self.watch.metrics and len(set(requests)) == len(requests):
             fewest = min(len(read_requests(path)) for path in self.prompts.values())
-            remedy = f"set evaluation.num_prompts to {(fewest + 1) * len(self.prompts)}"
-            raise ValueError(f"evaluation.watch: {DIVERSITY} needs two samples a prompt: {remedy}")
+            raise ValueError(
+                f"evaluation.watch: {DIVERSITY} needs two samples of a prompt: leave it out, or\n"
+                f"set evaluation.num_prompts to {(fewest + 1) * len(self.prompts)}"
+            )
 
     @property
     def sampling(self) -> str:

@@ -67,11 +67,15 @@ def check_kind(kind: OptimizerKind, divided: bool) -> None:
         ValueError: Its package is missing, or it does not support sharded parameters.
     """
     if kind == "adamw_8bit" and not find_spec("bitsandbytes"):
-        install = "pip install 'flowalign-diffusion[quantized]'"
-        raise ValueError(f"optimizer.kind adamw_8bit needs bitsandbytes: {install}")
+        raise ValueError(
+            "optimizer.kind adamw_8bit needs bitsandbytes: "
+            "pip install 'flowalign-diffusion[quantized]'"
+        )
     if kind != "adamw" and divided:
-        reason = "sharding.weights blocks shards a whole network: set it to adamw, or train a LoRA"
-        raise ValueError(f"optimizer.kind is {kind}, but {reason}")
+        raise ValueError(
+            f"optimizer.kind {kind} updates whole parameters, but sharding.weights blocks shards "
+            "the parameters of a whole network: set optimizer.kind to adamw, or train a LoRA"
+        )
 
 
 def new_optimizer(
@@ -135,9 +139,11 @@ class Optimizer:
     def check_skipped(self, in_a_row: int) -> None:
         """Raise TrainingFailure if more consecutive updates were skipped than are allowed."""
         if in_a_row > self.max_skipped:
-            often = f"{in_a_row} updates in a row (optimizer.max_skipped is {self.max_skipped})"
-            remedy = "Lower optimizer.learning_rate, or use fp32; the last checkpoint is intact."
-            raise TrainingFailure(f"the gradient was not finite in {often}.\n{remedy}")
+            raise TrainingFailure(
+                f"the gradient was not finite in {in_a_row} updates in a row "
+                f"(optimizer.max_skipped is {self.max_skipped}).\n"
+                "Lower optimizer.learning_rate, or compute in fp32; the last checkpoint is intact."
+            )
 
 
 class Learner:
@@ -220,8 +226,10 @@ class Learner:
             ValueError: The parameters of the policy are sharded.
         """
         if self.is_sharded:
-            remedy = "train a LoRA, or set sharding.weights to replicated"
-            raise ValueError(f"{name} cannot be trained beside sharded parameters: {remedy}")
+            raise ValueError(
+                f"{name} cannot be trained together with sharded parameters of the policy: train "
+                "a LoRA, or set sharding.weights to replicated"
+            )
         weights = weights or TrainedWeights(self.policy)
         found = Learner(self.policy, cfg, self.processes, total_updates, weights=weights)
         self.companions[name] = found

@@ -117,8 +117,9 @@ def check_prompts_per_step(key: str, prompts_per_step: int, world: int) -> None:
     `key` is the key of the settings in run files.
     """
     if prompts_per_step < world:
-        few = f"fewer than the {world} processes"
-        raise ValueError(f"{key}.prompts_per_step is {prompts_per_step}, {few}")
+        raise ValueError(
+            f"{key}.prompts_per_step is {prompts_per_step}, fewer than the {world} processes"
+        )
 
 
 def samples_row(prompts_per_step: int, samples_per_prompt: int) -> dict[str, str]:
@@ -264,9 +265,10 @@ class Recipe(ABC):
             ValueError: The recipe is not tested with `sharding.context_degree`, or needs all tokens
                 on one process.
         """
-        remedy = "set it to 1, or take PolicyGradient or Matching"
-        name = type(self).__name__
-        raise ValueError(f"sharding.context_degree was not tested with recipe {name}: {remedy}")
+        raise ValueError(
+            f"sharding.context_degree was not tested with the recipe {type(self).__name__}; "
+            "set it to 1, or take PolicyGradient or Matching"
+        )
 
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:

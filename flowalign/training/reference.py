@@ -76,8 +76,9 @@ class EMA:
         per: Literal["update", "step"] = "update",
     ):
         if every < 1 or (not callable(decay) and not 0 <= decay < 1):
-            need = "decay must be in [0, 1), every at least 1"
-            raise ValueError(f"ema decay {decay}, every {every}: {need}")
+            raise ValueError(
+                f"ema decay {decay}, every {every}: decay must be in [0, 1), every at least 1"
+            )
         self.parameters, self.every, self.per = list(parameters), every, per
         self.decay = decay if callable(decay) else lambda n: min(decay, n / (9 + n))
         self.average = [p.detach().clone() for p in self.parameters]
@@ -297,10 +298,14 @@ def check_guidance(policy: Policy, scale: float, key: str) -> None:
 
     `key` is the key of the scale in run files.
     """
-    if scale > 1 and not (policy.has_guidance and not policy.input_spec.references[1]):
-        problem = "takes references" if policy.has_guidance else "has no classifier-free guidance"
-        name = type(policy).__name__
-        raise ValueError(f"{key} is {scale}, but {name} {problem}: set {key} to 1 or model")
+    problem = "" if policy.has_guidance else f"has no classifier-free guidance: set {key} to model"
+    if policy.input_spec.references[1]:
+        problem = problem or (
+            "takes references, and its conditioning on the empty prompt is not encoded with them "
+            f"here: set {key} to 1, or leave guidance out"
+        )
+    if scale > 1 and problem:
+        raise ValueError(f"{key} is {scale}, but {type(policy).__name__} {problem}")
 
 
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
@@ -311,8 +316,10 @@ def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
     empty = [Request(prompt="")]
     encoded, known = encode_requests(guided, empty), encode_requests(plain, empty)
     if encoded.keys() == known.keys():
-        none = f"{type(plain).__name__} has no classifier-free guidance: leave it out"
-        raise ValueError(f"guidance is {guided.guidance}, but {none}")
+        raise ValueError(
+            f"guidance is {guided.guidance}, but {type(plain).__name__} has no "
+            "classifier-free guidance: leave it out"
+        )
     return {name: row for name, row in encoded.items() if name not in known}
 
 

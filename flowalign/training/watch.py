@@ -70,10 +70,14 @@ class Watch:
         """Reject settings outside their ranges, and repeated metrics."""
         require_ranges(self, "evaluation.watch")
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
-            each = "name each metric once, at least one"
-            raise ValueError(f"evaluation.watch.metrics is {self.metrics}; {each}")
+            raise ValueError(
+                f"evaluation.watch.metrics is {self.metrics}; name each metric once, at least one"
+            )
         if KL in self.metrics and self.kl_limit is None:
-            raise ValueError("evaluation.watch.kl_limit is null, but kl is a metric: set it")
+            raise ValueError(
+                "evaluation.watch.metrics has kl, but kl_limit is null: set kl_limit, or leave "
+                "kl out"
+            )
         if KL not in self.metrics:
             require_default(self, "evaluation.watch", "kl is not among the metrics", "kl_limit")
 
@@ -81,12 +85,14 @@ class Watch:
         """Raise ValueError unless the run measures all metrics, and optimises none of them."""
         unweighted = [dim for dim, weight in weights.items() if not weight]
         known = [*unweighted, DIVERSITY, KL, *SIGNALS]
-        what = "evaluation.watch.metrics must be measured and have no weight, not"
+        what = "evaluation.watch.metrics: the run must measure each without a weight, unlike"
         require_known(what, self.metrics, known)
         if not any(weights.values()):
             raise ValueError("evaluation.watch needs a reward with a weight, which may be hacked")
         if every == 0:
-            raise ValueError("evaluation.watch compares evaluations: set evaluation.every above 0")
+            raise ValueError(
+                "evaluation.watch compares evaluations during training: set evaluation.every"
+            )
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def test_the_loop_trains_on_process_rewards():
 
 
 def test_a_loss_that_would_ignore_process_rewards_is_refused():
-    with pytest.raises(ValueError, match=r"ProcessOutcome has process rewards: choose GRPO"):
+    with pytest.raises(ValueError, match=r"ProcessOutcome, which has process rewards. Only GRPO"):
         new_recipe(credit=ProcessOutcome(reward=LatentRedness()), algorithm=StepDPO())
 
 

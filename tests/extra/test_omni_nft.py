@@ -106,7 +106,7 @@ def test_rewards_and_parts_that_do_not_fit_are_refused(tmp_path):
     data = groups(tmp_path, modalities=ROUTES)
     data.check(run)
     data.plan(run, run.policy.plan(), 1)
-    with pytest.raises(ValueError, match="name each reward with a weight: green, redness"):
+    with pytest.raises(ValueError, match="those with a weight are green, redness"):
         groups(tmp_path, modalities={"video": ["redness"], "audio": []}).check(run)
-    with pytest.raises(ValueError, match="have the parts none: name all"):
+    with pytest.raises(ValueError, match="have the parts none: name all of these, or leave"):
         data.plan(replace(run, policy=PixelPolicy()), run.policy.plan(), 1)

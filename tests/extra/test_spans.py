@@ -137,7 +137,7 @@ def test_a_run_of_spans_learns_and_no_check_fires():
 
 
 def test_samples_that_share_their_noise_cannot_form_spans():
-    with pytest.raises(ValueError, match="spans need the same steps"):
+    with pytest.raises(ValueError, match="spans need the same stochastic steps"):
         new_recipe({"branching": Comb(children=2), "samples_per_prompt": 6}, algorithm=SpanGRPO())
 
 

@@ -92,7 +92,7 @@ def test_the_cost_is_that_of_the_adjoint():
 REFUSED = {
     "rollouts without noise": ({"start": FromRollouts(num_steps=T)}, "go together"),
     "noise for another path": ({"gradient_path": DRaFT()}, "go together"),
-    "a second KL": ({"kl": 1.0}, "with the KL of its reward_scale"),
+    "a second KL": ({"kl": 1.0}, "follows from reward_scale"),
     "too few steps": ({"start": FromNoisyRollouts(num_steps=2)}, "give at most 2"),
 }
 

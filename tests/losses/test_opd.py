@@ -268,9 +268,9 @@ def test_only_the_query_is_matched_and_rewards_need_gradients(tmp_path):
     settings(data).check(smooth)
     with pytest.raises(ValueError, match=r"set times.start to 2, and stop to 3"):
         settings(data, times=SamplerGrid(num_steps=4)).check(smooth)
-    with pytest.raises(ValueError, match=r"recipe.data.ascent needs gradients"):
+    with pytest.raises(ValueError, match=r"no gradient, which recipe.data.ascent needs"):
         settings(data).check(context(rewards=rewards_of(Redness())))
-    with pytest.raises(ValueError, match=r"query is 4; recipe.data.sampling makes the steps"):
+    with pytest.raises(ValueError, match=r"ascent.query is 4, which is not among"):
         groups(tmp_path, ascent=RewardAscent(query=4))
     with pytest.raises(ValueError, match=r"set weight_map to null"):
         groups(tmp_path, ascent=ASCENT, weight_map="region")

@@ -57,7 +57,9 @@ def test_averages_of_measured_weights_resume_bit_for_bit(tmp_path, measured):
 def test_averages_of_something_else_are_refused(tmp_path):
     folder = tmp_path / "run"
     go(measured_run(folder))
-    with pytest.raises(ValueError, match=r"the update of 4 steps, in .* the gradient of 4"):
+    with pytest.raises(
+        ValueError, match=r"the update of 4 denoising steps, but .* the gradient of 4"
+    ):
         go(measured_run(folder, measured="update"), checkpoint.latest(folder / "checkpoints"))
 
 

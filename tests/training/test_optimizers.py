@@ -78,7 +78,7 @@ def test_moments_of_another_kind_are_refused_and_change_nothing(tmp_path):
     cfg = Optimizer(learning_rate=1e-2)
     go(new_run(folder, num_steps=2, optimizer=cfg))
     other = new_run(folder, num_steps=3, optimizer=replace(cfg, kind="adamw_8bit"))
-    with pytest.raises(ValueError, match="adamw_8bit, but the checkpoint's is in float32"):
+    with pytest.raises(ValueError, match="adamw_8bit, but the checkpoint has moments in float32"):
         go(other, checkpoint.latest(folder / "checkpoints"))
 
 
@@ -105,7 +105,7 @@ def test_moments_are_put_back_to_the_bit(kind):
 def test_divided_parameters_are_refused_by_the_plan(kind):
     settings = ["sharding.weights=blocks", f"optimizer.kind={kind}"]
     run = load(SHAPES, [*settings, "policy.lora=null"])[0]
-    with pytest.raises(ValueError, match=rf"{kind}, but sharding.weights blocks.*train a LoRA"):
+    with pytest.raises(ValueError, match=rf"{kind} updates whole parameters.*train a LoRA"):
         plan(run, 2)
     plan(load(SHAPES, settings)[0], 2)
 
@@ -122,7 +122,7 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
 def test_updates_of_8_bit_moments_are_not_measured():
     run = load(SHAPES)[0]
     recipe = replace(run.recipe, step_weight=MeasuredWeight(measured="update"))
-    with pytest.raises(ValueError, match=r"adamw_8bit, but recipe\.step_weight\.measured update"):
+    with pytest.raises(ValueError, match=r"step_weight\.measured is update.*adamw_8bit"):
         replace(run, recipe=recipe, optimizer=replace(run.optimizer, kind="adamw_8bit"))
 
 

@@ -126,8 +126,8 @@ def test_grids_and_darkness():
 @pytest.mark.parametrize(
     ("cfg", "weights", "every", "expected"),
     [
-        (Watch(metrics=["a"]), {"a": 1.0}, 1, "have no weight, not 'a'"),
-        (Watch(metrics=["b"]), {"a": 1.0}, 1, "must be measured and have no weight, not 'b'"),
+        (Watch(metrics=["a"]), {"a": 1.0}, 1, "without a weight, unlike 'a'"),
+        (Watch(metrics=["b"]), {"a": 1.0}, 1, "must measure each without a weight, unlike 'b'"),
         (Watch(metrics=["a"]), {"a": 0.0}, 1, "needs a reward with a weight"),
         (Watch(metrics=["diversity"]), {"a": 1.0}, 0, "set evaluation.every"),
     ],

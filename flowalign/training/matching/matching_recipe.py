@@ -61,8 +61,10 @@ class Matching(MatchingSettings, Recipe):
         data, loss = self.data, type(self.loss).__name__
         self.times.check(model.sigmas, self.times_per_sample)
         if data.examples_per_step < world:
-            few = f"fewer than the {world} processes: raise batch_size or prompts_per_step"
-            raise ValueError(f"recipe.data gives {data.examples_per_step} examples per step, {few}")
+            raise ValueError(
+                f"recipe.data gives {data.examples_per_step} pairs or samples per step, fewer "
+                f"than the {world} processes: raise its batch size or prompts_per_step"
+            )
         batch = data.examples_per_step * (2 if data.paired else 1)
         rows = batch * self.times_per_sample
         passes, per_row = rows * self.epochs_per_step, self.states.rows
@@ -107,18 +109,26 @@ class Matching(MatchingSettings, Recipe):
         """Raise ValueError if the loss does not fit the data."""
         loss = type(self.loss).__name__
         if self.loss.paired and not self.data.paired:
-            remedy = "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
-            raise ValueError(f"recipe.loss {loss} compares pairs, but data has samples: {remedy}")
+            raise ValueError(
+                f"recipe.loss {loss} compares pairs, but recipe.data gives samples: "
+                "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
+            )
         if missing := sorted(self.loss.needs - self.data.gives - {*FIELDS}):
-            lost = f"which {type(self.data).__name__} lacks: see docs/concepts/matching_losses.md"
-            raise ValueError(f"recipe.loss {loss} needs {', '.join(missing)}, {lost}")
+            raise ValueError(
+                f"recipe.loss {loss} needs {', '.join(missing)}, which data of class "
+                f"{type(self.data).__name__} does not give: see docs/concepts/matching_losses.md"
+            )
         if "places" in self.data.gives and not self.loss.uses_places:
-            remedy = "choose NFT, or set recipe.data.spatial to null"
-            raise ValueError(f"recipe.loss {loss} has one advantage per sample: {remedy}")
+            raise ValueError(
+                f"recipe.data.spatial gives advantages of latent positions, but recipe.loss {loss} "
+                "has one advantage per sample: choose NFT, or set recipe.data.spatial to null"
+            )
         size = self.data.rows_per_group
         if "group" in self.loss.needs and self.micro_batch < size:
-            needs = f"{loss} compares all {size} samples of a group: raise it"
-            raise ValueError(f"recipe.micro_batch is {self.micro_batch}, but {needs}")
+            raise ValueError(
+                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
+                f"compares all of the {size} samples of a group: make it at least as large"
+            )
         if self.loss.whole_batch:
             self.check_whole_batch(self.data.examples_per_step)
 
@@ -128,14 +138,18 @@ class Matching(MatchingSettings, Recipe):
         steps = data.trajectory_steps
         compares = data.paired or "group" in self.loss.needs or self.loss.whole_batch
         if self.states.visited != (steps is not None):
-            gives = f"{type(data).__name__} gives {'no ' if steps is None else ''}trajectories"
-            pair = "VisitedStates and OnPolicyStates go together"
-            raise ValueError(f"recipe.states is {states}, but {gives}: {pair}")
+            raise ValueError(
+                f"recipe.states is {states}, and data of class {type(data).__name__} are "
+                f"{'no ' if steps is None else ''}trajectories: VisitedStates and OnPolicyStates "
+                "go together"
+            )
         if steps is not None:
             self._check_visited(steps, policy)
         if self.states.rows > 1 and compares:
-            reason = f"{loss} or recipe.data compare samples: choose a loss such as SFT"
-            raise ValueError(f"recipe.states is {states}, which adds rows, but {reason}")
+            raise ValueError(
+                f"recipe.states is {states}, which adds rows to each sample, but {loss} or "
+                "recipe.data compare samples: choose a loss of single samples, such as SFT"
+            )
 
     def _check_fields(self, policy: Policy) -> None:
         """Raise ValueError if the policy does not support the references, teachers or states."""
@@ -151,19 +165,24 @@ class Matching(MatchingSettings, Recipe):
         """Raise ValueError if `times` does not select visited states that the loss can use."""
         times, loss = self.times, type(self.loss).__name__
         if not isinstance(times, SamplerGrid) or times.num_steps != num_steps:
-            grid = f"a SamplerGrid of the {num_steps} steps of recipe.data.sampling"
-            raise ValueError(f"recipe.times is {times}; VisitedStates need {grid}")
+            raise ValueError(
+                "recipe.states is VisitedStates, so recipe.times must be a SamplerGrid of the "
+                f"{num_steps} steps of recipe.data.sampling; it is {times}"
+            )
         query = self.data.query
         if query is not None and [*times.steps] != [query]:
-            remedy = f"set times.start to {query}, and stop to {query + 1}"
-            steps = f"recipe.times has the steps {[*times.steps]}"
-            raise ValueError(f"recipe.data.ascent.query is {query}, but {steps}: {remedy}")
+            raise ValueError(
+                f"recipe.data.ascent.query is {query}, but recipe.times has the steps "
+                f"{[*times.steps]}: set times.start to {query}, and stop to {query + 1}"
+            )
         if not STEPS & self.loss.needs:
             return
         if fixed := sorted({*times.steps} - self.data.random_steps):
-            remedy = "move times.start and stop, or data.sampling.sde_window"
-            drawn = f"recipe.times has the steps {fixed} without noise"
-            raise ValueError(f"recipe.loss {loss} needs random steps, but {drawn}: {remedy}")
+            raise ValueError(
+                f"recipe.loss {loss} needs random steps, but recipe.times has the steps {fixed}, "
+                "at which recipe.data.sampling draws no noise: move times.start and stop, or "
+                "sampling.sde_window"
+            )
         if policy.evaluations_per_velocity > 1:
             reason = f"recipe.loss {loss} compares the policy without guidance with its own steps"
             remedy = "set it to 1.0, or take SFT with teachers"

@@ -81,7 +81,7 @@ class MatchingSettings:
             reason = f"{type(self.loss).__name__} is defined on velocities"
             require_default(self, "recipe", reason, "space")
         if not self.teachers:
-            require_default(self, "recipe", "recipe.teachers is empty", "cold_start")
+            require_default(self, "recipe", "recipe.teachers names no teacher", "cold_start")
         if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
             remedy = "which is a reserved name: rename the teacher, for example after its reward"
             raise ValueError(f"recipe.teachers names {taken[0]}, {remedy}")
@@ -133,11 +133,16 @@ class MatchingSettings:
                     "is null: give them a schedule, such as {decay: 0.0} for a copy per step"
                 )
             if not (needed or sampled == name):
-                reason = f"recipe.loss {loss} reads no {name}, and recipe.data samples {sampled}"
+                reason = (
+                    f"recipe.loss {loss} reads no {name}, and recipe.data samples from {sampled}"
+                )
                 require_default(self, "recipe", reason, name)
 
     def check_whole_batch(self, num_examples: int) -> None:
         """Raise ValueError if a minibatch is smaller than the batch that the loss compares."""
         if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
-            needs = f"{type(self.loss).__name__} compares all {num_examples} examples of a step"
-            raise ValueError(f"recipe.micro_batch is {self.micro_batch}, but {needs}: raise it")
+            raise ValueError(
+                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
+                f"compares all of the {num_examples} pairs or samples of a step: set it to at "
+                "least this number"
+            )

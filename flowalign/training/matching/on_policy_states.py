@@ -34,7 +34,7 @@ from flowalign.training.rollouts.rollout_settings import SEVERAL, RolloutSetting
 from flowalign.types import Batch, ModelPlan, Trajectory
 from flowalign.types.losses import STEPS
 from flowalign.types.trajectory import take_rows
-from flowalign.utils.errors import require_default, require_known
+from flowalign.utils.errors import require_default
 from flowalign.utils.ranges import PositiveInt, require_ranges
 
 
@@ -61,7 +61,12 @@ class OnPolicyStates(TrainingPrompts, DataSource):
         """Reject invalid settings before any model is loaded."""
         require_ranges(self, self.key)
         unused = "sampling.merge", "sampling.tail_ratio", "sampling.precision"
-        require_default(self, self.key, "every state of the schedule is matched", *unused)
+        require_default(
+            self,
+            self.key,
+            "every state of the schedule is matched, and weighted by its step",
+            *unused,
+        )
         self.rollouts.empty_trajectory(self.rollouts.window(0))
 
     @property
@@ -89,16 +94,27 @@ class OnPolicyStates(TrainingPrompts, DataSource):
     def check_teachers(self, names: Sequence[str]) -> None:
         """Raise ValueError if a request has no teacher, or a teacher no request."""
         if not names or (len(names) > 1 and self.teacher_field is None):
-            needs = f"name one; for several, {self.key}.teacher_field chooses by {self.prompts}"
-            raise ValueError(f"recipe.teachers names {len(names)} teachers; {needs}")
+            raise ValueError(
+                f"recipe.teachers names {len(names)} teachers and {self.key}.teacher_field is "
+                f"{self.teacher_field}: name at least one and, where there are several, the field "
+                f"of the rows of {self.prompts} that chooses among them"
+            )
         if self.teacher_field is None:
             return
         located = read_located_requests(self.prompts)
-        found = {where: str(r.metadata.get(self.teacher_field)) for where, r in located}
+        found = {where: r.metadata.get(self.teacher_field) for where, r in located}
         for where, name in found.items():
-            require_known(f"{where}: {self.teacher_field} names the teacher", [name], names)
-        idle = f"no row of {self.prompts} has as {self.teacher_field} the teacher"
-        require_known(idle, names, {*found.values()})
+            if name not in names:
+                raise ValueError(
+                    f"{where}: {self.teacher_field} is {name!r}, and recipe.teachers has "
+                    f"{', '.join(names)}: name one of them as {self.teacher_field} in every row of "
+                    f"{self.key}.prompts"
+                )
+        if idle := sorted({*names} - {*found.values()}):
+            raise ValueError(
+                f"recipe.teachers names {idle[0]}, and no row of {self.prompts} has it as "
+                f"{self.teacher_field}: leave it out, or add rows"
+            )
 
     @override
     def check(self, run: RunContext) -> None:

@@ -50,14 +50,18 @@ class Moves(ABC):
         """Reject settings outside their ranges, and pure noise as the query."""
         require_ranges(self, self.key)
         if self.query < 1:
-            late = "choose a late step, such as the one that starts near noise level 0.28"
-            raise ValueError(f"{self.key}.query is 0, which is pure noise: {late}")
+            raise ValueError(
+                f"{self.key}.query is 0, which is pure noise: choose a late denoising step, such "
+                "as the one that starts near noise level 0.28"
+            )
 
     def check_query(self, made: Set[int], key: str) -> None:
         """Raise ValueError unless the query is one of the denoising steps that `key` makes."""
         if self.query not in made:
             raise ValueError(
-                f"{self.key}.query is {self.query}; {key}.sampling makes the steps {sorted(made)}"
+                f"{self.key}.query is {self.query}, which is not among the denoising steps that "
+                f"{key}.sampling makes, {sorted(made)}: choose one of them, or another num_steps "
+                "or tail_ratio"
             )
 
     @property

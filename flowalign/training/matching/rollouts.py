@@ -292,7 +292,10 @@ class Rollouts(TrainingPrompts, DataSource):
     def _check_credit(self) -> None:
         """Raise ValueError if settings for credit are unused, or do not fit the credit method."""
         if self.credit is None:
-            reason = f"{self.key}.credit is null, so samples are deterministic"
+            reason = (
+                f"{self.key}.credit is null, not a class of flowalign.credit, so samples are "
+                "deterministic"
+            )
             require_default(self, self.key, reason, "sampling", "critic")
             return
         rollouts = self.rollouts

@@ -201,9 +201,11 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
         """Raise ValueError unless `modalities` names all parts of the policy's states."""
         parts, name = policy.modality_sizes, type(policy).__name__
         if self.modalities and {*self.modalities} != {*parts}:
-            wanted = f"the states of {name} have the parts {', '.join(parts) or 'none'}"
-            named = ", ".join(self.modalities)
-            raise ValueError(f"{self.key}.modalities names {named}; {wanted}: name all, or {{}}")
+            raise ValueError(
+                f"{self.key}.modalities names {', '.join(self.modalities)}, but the states of "
+                f"{name} have the parts {', '.join(parts) or 'none'}: name all of these"
+                + ("" if parts else ", or leave modalities out")
+            )
 
     def _check_completions(self, steps: Sequence[int]) -> None:
         """Raise ValueError if `clean` or the credit method needs completions that are missing."""
@@ -212,10 +214,12 @@ class ScoredGroups(TrainingPrompts, RolloutFields, DataSource):
             return
         end = self.sampling.num_steps
         if self.credit is None or not any(k < end for k in self.completed_states(steps).values()):
-            method = type(self.credit).__name__ if self.credit else "null"
-            reason = f"credit {method} values finished samples, unlike flowalign.credit.Gain"
-            require_default(self, self.key, reason, "clean")
-        reason = "clean is completion, as in the rollout"
+            raise ValueError(
+                f"{self.key}.clean is completion, but credit "
+                f"{type(self.credit).__name__ if self.credit else 'null'} values finished samples "
+                "only: set clean to sample, or credit to flowalign.credit.Gain"
+            )
+        reason = "clean is completion, which needs the weights and the guidance of the rollout"
         require_default(self, self.key, reason, "completion.weights", "completion.guidance")
 
 
@@ -248,11 +252,15 @@ def _check_scouts(cfg: ScoredGroups, steps: int) -> None:
     """Raise ValueError unless previews and samples are deterministic, and extremes are trained."""
     sampling, key = cfg.sampling, f"{cfg.key}.scout_steps"
     if not (count := cfg.advantages.extremes) or steps > sampling.num_steps:
-        needs = f"at most num_steps {sampling.num_steps}, and advantages.extremes"
-        raise ValueError(f"{key} is {steps}; it needs {needs}, which is {count or 'null'}")
+        raise ValueError(
+            f"{key} is {steps}; it must be at most num_steps {sampling.num_steps}, and needs "
+            f"advantages.extremes, which is {count or 'null'}"
+        )
     if sampling.stochastic(cfg.rollouts.window(0)):
-        remedy = f"set {cfg.key}.sampling.sde_window to flowalign.sampling.NoSteps"
-        raise ValueError(f"{key} previews samples, which noise between the steps changes: {remedy}")
+        raise ValueError(
+            f"{key} previews samples, but with noise between the steps the initial noise does not "
+            f"fix the sample: set {cfg.key}.sampling.sde_window to flowalign.sampling.NoSteps"
+        )
 
 
 def _check_contrast(cfg: ScoredGroups) -> None:
@@ -261,8 +269,9 @@ def _check_contrast(cfg: ScoredGroups) -> None:
     two = sampling.samples_per_prompt == 2 and sampling.seeds_per_prompt == 1
     if not two or not all(cfg.rollouts.window(i) for i in every):
         raise ValueError(
-            f"{cfg.key}.contrast compares two noisy samples from one initial noise: set in "
-            "sampling samples_per_prompt to 2, seeds_per_prompt to 1, sde_window to AllButLast"
+            f"{cfg.key}.contrast compares two noisy samples from one initial noise: set "
+            f"{cfg.key}.sampling.samples_per_prompt to 2, seeds_per_prompt to 1, and sde_window to "
+            "flowalign.sampling.AllButLast"
         )
 
 
@@ -273,5 +282,7 @@ def _check_modalities(cfg: ScoredGroups, rewards: Rewards) -> None:
     weighted = sorted(rewards.weighted_dims)
     routed = sorted({dim for dims in cfg.modalities.values() for dim in dims})
     if routed != weighted:
-        wanted = f"name each reward with a weight: {', '.join(weighted)}"
-        raise ValueError(f"{cfg.key}.modalities names {', '.join(routed) or 'none'}; {wanted}")
+        raise ValueError(
+            f"{cfg.key}.modalities names the rewards {', '.join(sorted(routed)) or 'none'}; those "
+            f"with a weight are {', '.join(sorted(weighted))}: name each of these at least once"
+        )

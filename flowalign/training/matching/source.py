@@ -191,9 +191,10 @@ class DataSource(ABC):
 def refuse_teachers(names: Sequence[str], source: str) -> None:
     """Raise ValueError if there are teachers, for data with the target noise - latents."""
     if names:
-        remedy = "take OnPolicyStates, or StoredDataset with kind samples or attributes"
-        taught = f"recipe.teachers names {', '.join(names)}"
-        raise ValueError(f"{taught}, but {source} is matched to noise - latents: {remedy}")
+        raise ValueError(
+            f"recipe.teachers names {', '.join(names)}, but data of class {source} are matched to "
+            "noise - latents: take OnPolicyStates, or StoredDataset with kind samples or attributes"
+        )
 
 
 @dataclass(eq=False)

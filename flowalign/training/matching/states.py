@@ -49,14 +49,17 @@ class Times(ABC):
     def check(self, schedule: Schedule, per_sample: int = 1) -> None:
         """Raise ValueError if draws exceed the trained noise range, or if there are too many."""
         if self.most is not None and per_sample > self.most:
-            remedy = "lower it, or set times.distinct to false"
-            most = f"recipe.times has {self.most} different noise levels: {remedy}"
-            raise ValueError(f"recipe.times_per_sample is {per_sample}, but {most}")
+            raise ValueError(
+                f"recipe.times_per_sample is {per_sample}, but recipe.times has {self.most} "
+                "different noise levels: lower it, or set times.distinct to false"
+            )
         highest, trained = self.highest(schedule), float(schedule(1)[0])
         if highest > trained + _ROUNDING:
-            remedy = f"the model knows {trained:.4f}: choose SamplerGrid, or Uniform with less high"
-            name = type(self).__name__
-            raise ValueError(f"recipe.times {name} draws sigmas up to {highest:g}, but {remedy}")
+            raise ValueError(
+                f"recipe.times {type(self).__name__} draws sigmas up to {highest:g}, but the model "
+                f"was trained up to {trained:.4f}: choose SamplerGrid, which uses the model's "
+                "sigmas, or Uniform with a lower `high`"
+            )
 
     @property
     def most(self) -> int | None:
@@ -141,8 +144,10 @@ class SamplerGrid(Times):
         """Reject a range without steps."""
         stop = self.num_steps if self.stop is None else self.stop
         if not 0 <= self.start < stop <= self.num_steps:
-            need = f"need 0 <= start < stop <= num_steps, which is {self.num_steps}"
-            raise ValueError(f"times: start {self.start}, stop {stop}; {need}")
+            raise ValueError(
+                f"times: start {self.start}, stop {stop}; need 0 <= start < stop <= num_steps, "
+                f"which is {self.num_steps}"
+            )
 
     @override
     def highest(self, schedule: Schedule) -> float:

@@ -102,7 +102,7 @@ class StoredDataset(PreferenceDataset, DataSource):
         """Reject settings outside their ranges, and pair settings for samples."""
         require_ranges(self, "recipe.data")
         if self.kind != "pairs":
-            reason = f"kind is {self.kind}, not pairs; ScoredGroups gives samples credit"
+            reason = f"kind is {self.kind}, not pairs (credit of samples needs ScoredGroups)"
             require_default(self, "recipe.data", reason, "credit")
         if self.credit is not None:
             check_method(self.credit)
@@ -141,9 +141,11 @@ class StoredDataset(PreferenceDataset, DataSource):
         if self.kind == "pairs":
             refuse_teachers(names, "StoredDataset with kind pairs")
         elif len(names) > 1 or (self.kind == "attributes" and not names):
-            count = "one" if self.kind == "attributes" else "at most one"
-            needs = f"recipe.data.kind {self.kind} needs {count}, as in {{expert: {{path: PATH}}}}"
-            raise ValueError(f"recipe.teachers names {len(names)} teachers; {needs}")
+            raise ValueError(
+                f"recipe.teachers names {len(names)} teachers; recipe.data.kind {self.kind} is "
+                f"matched to {'one' if self.kind == 'attributes' else 'at most one'}, such as "
+                "{expert: {path: CHECKPOINT}}"
+            )
 
     @property
     @override
@@ -159,7 +161,7 @@ class StoredDataset(PreferenceDataset, DataSource):
     def check(self, run: RunContext) -> None:
         """Raise ValueError if a file does not exist, or an option would be ignored."""
         if not run.evaluates:
-            require_default(self, "recipe.data", "evaluation is null", "held_out")
+            require_default(self, "recipe.data", "evaluation, which reads it, is null", "held_out")
         if run.policy.user_conditioning is None:
             reason = f"policy {type(run.policy).__name__} has no user conditioning"
             require_default(self, "recipe.data", reason, "user_dropout")

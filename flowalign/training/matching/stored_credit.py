@@ -41,8 +41,10 @@ class StoredValues(ValueFunction):
         last = self.values.shape[1] - 1
         for k in ks:
             if not 0 <= k <= last:
-                asked = f"recipe.data.credit {self.method} asks for the value of state {k}"
-                raise ValueError(f"{asked}; the stored values are of states 0 to {last}")
+                raise ValueError(
+                    f"recipe.data.credit {self.method} asks for the value of state {k}; the stored "
+                    f"values are of states 0 to {last}"
+                )
         return self.values[:, list(ks), None]
 
     @override
@@ -58,8 +60,10 @@ class StoredValues(ValueFunction):
         self._refuse("latent rewards")
 
     def _refuse(self, what: str) -> NoReturn:
-        only = "stored pairs have values of states: choose one such as flowalign.credit.Gain"
-        raise ValueError(f"recipe.data.credit {self.method} needs {what}, but {only}")
+        raise ValueError(
+            f"recipe.data.credit is {self.method}, which needs {what}. Stored pairs have only the "
+            "values of their states: choose a method such as flowalign.credit.Gain"
+        )
 
 
 def lead_of_chosen(
@@ -113,8 +117,9 @@ def stored_values(pairs: Sequence[Pair]) -> tuple[Float[Tensor, "m S"], Float[Te
         found = [len(pair.values_chosen), len(pair.values_rejected)]
         if found != [size, size] or size < 2:
             raise ValueError(
-                f"{pair.where}: values_chosen and values_rejected have {found} values, but need "
-                f"those of states 0 to T,\n{size} in the first pair: set recipe.data.credit to "
+                f"{pair.where}: recipe.data.credit needs the columns values_chosen and\n"
+                "values_rejected in every pair, lists with the values of states 0 to T. There are "
+                f"{found[0]} and {found[1]} values,\nand {size} in the first pair: set credit to "
                 "null, or take Rollouts, which values states itself"
             )
     chosen = torch.tensor([pair.values_chosen for pair in pairs])
@@ -134,8 +139,10 @@ def weigh_stored_steps(
     lead = lead_of_chosen(method, chosen, rejected, sigmas)
     trained = lead > 0
     if not trained.any():
-        lost = "gives the chosen item of no pair a lead: set credit to null"
-        raise ValueError(f"recipe.data.credit {type(method).__name__} {lost}")
+        raise ValueError(
+            f"recipe.data.credit {type(method).__name__} gives the chosen item of no pair a "
+            "lead at any step: set credit to null"
+        )
     if unused := int((~trained.any(1)).sum()):
         log(f"{unused} of {len(lead)} pairs are not trained: credit leads at no step")
     weight = weigh_gaps(lead, float(lead[trained].mean()), "gap")

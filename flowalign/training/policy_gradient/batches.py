@@ -292,8 +292,10 @@ def _changes(trajectory: Trajectory) -> Float[Tensor, "B T"]:
 def check_chains(trajectory: Trajectory) -> None:
     """Raise ValueError unless all samples are trained at the same steps, as chunks need."""
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
-        remedy = "choose GRPO without chunk_sizes, or set recipe.sampling.branching to Chain"
-        raise ValueError(f"chunks and spans need the same steps in every sample: {remedy}")
+        raise ValueError(
+            "chunks and spans need the same stochastic steps in every sample: choose GRPO without "
+            "chunk_sizes, or set recipe.sampling.branching to flowalign.sampling.Chain"
+        )
 
 
 @torch.no_grad()

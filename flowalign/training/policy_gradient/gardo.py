@@ -43,7 +43,7 @@ class UncertaintyGate:
         """Raise ValueError if an auxiliary dimension is missing or is optimized."""
         free = [dim for dim in rewards.dims if dim not in rewards.weighted_dims]
         require_known(
-            "recipe.kl_gate.auxiliary needs unweighted rewards, not", self.auxiliary, free
+            "recipe.kl_gate.auxiliary must name rewards without a weight, not", self.auxiliary, free
         )
 
     def __call__(

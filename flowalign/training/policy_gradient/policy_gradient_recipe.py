@@ -38,12 +38,17 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def check(self, run: RunContext) -> None:
         if self.calibration:
             self._check_calibration()
-        reason = "a policy gradient compares log-probabilities of rollout and update"
+        reason = (
+            "a policy gradient compares log-probabilities of the rollout with those of the update, "
+            "which must have the same precision"
+        )
         require_default(self, "recipe", reason, "sampling.precision")
         updates = self.measured and self.measured.measured == "update"
         if updates and run.optimizer.kind == "adamw_8bit":
-            needs = "recipe.step_weight.measured update needs moments in float32"
-            raise ValueError(f"optimizer.kind is adamw_8bit, but {needs}: set it to adamw")
+            raise ValueError(
+                "recipe.step_weight.measured is update, which needs moments in float32, but "
+                "optimizer.kind is adamw_8bit; set it to adamw, or measured to gradient"
+            )
         self.advantages.check("recipe", run, self.prompts)
         if self.kl_gate is not None:
             self.kl_gate.check(run.rewards)
@@ -51,8 +56,10 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
             self.spatial.check("recipe.spatial", run.rewards)
         self.check_regulariser(run)
         if self.keep_graphs and (reason := why_no_graphs(self, run)):
-            remedy = f"{reason}; or set keep_graphs to false"
-            raise ValueError(f"recipe.keep_graphs reuses the calls of the rollout, so {remedy}")
+            raise ValueError(
+                f"recipe.keep_graphs reuses the network calls of the rollout, so {reason}; "
+                "or set keep_graphs to false"
+            )
 
     @override
     def check_context(self) -> None:
@@ -79,8 +86,12 @@ class PolicyGradient(PolicyGradientSettings, Recipe):
     def _check_calibration(self) -> None:
         sampling = self.sampling
         if isinstance(sampling.eta, list) or not isinstance(sampling.kernel, FlowSDE):
-            remedy = "set recipe.sampling.eta to a number and its kernel to FlowSDE"
-            raise ValueError(f"calibration starts at one level of FlowSDE: {remedy}")
+            raise ValueError(
+                "calibration starts at one level of the kernel FlowSDE: "
+                "set recipe.sampling.eta to a number and its kernel to FlowSDE"
+            )
         if not isinstance(sampling.sde_window, AllButLast | Fixed):
-            remedy = "set recipe.sampling.sde_window to AllButLast or Fixed"
-            raise ValueError(f"calibration needs the same stochastic steps: {remedy}")
+            raise ValueError(
+                "calibration needs the same stochastic steps in every iteration: "
+                "set recipe.sampling.sde_window to AllButLast or Fixed"
+            )

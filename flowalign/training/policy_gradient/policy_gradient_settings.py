@@ -78,25 +78,30 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
         self._check_step_weight()
         self.rollouts.check_groups()
         if self.updates_per_step > self.examples_per_step:
-            most = f"more than the {self.examples_per_step} samples of a step"
-            raise ValueError(f"recipe.updates_per_step is {self.updates_per_step}, {most}")
+            raise ValueError(
+                f"recipe.updates_per_step is {self.updates_per_step}, more than the "
+                f"{self.examples_per_step} samples of a step"
+            )
         if not self.algorithm.uses_places:
             reason = "it needs GRPO without chunk_sizes and with PPOClip, LogHinge or RewardClip"
             require_default(self, "recipe", reason, "spatial")
         if not (isinstance(self.algorithm, GRPO) and "reference" in self.algorithm.needs):
-            reason = "it changes the KL of GRPO with algorithm.kl_coef above 0"
+            reason = "it changes a KL, which only GRPO with algorithm.kl_coef above 0 has"
             require_default(self, "recipe", reason, "kl_gate", "reference")
         for iteration in (0, SEVERAL):
             self._check_window(self.rollouts.window(iteration))
         if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
-            most = f"a loss of pairs divides the {self.prompts_per_step} prompts of a step"
-            raise ValueError(f"recipe.updates_per_step is {self.updates_per_step}, but {most}")
+            raise ValueError(
+                f"recipe.updates_per_step is {self.updates_per_step}, but a loss of pairs divides "
+                f"a step by prompts, and prompts_per_step is {self.prompts_per_step}"
+            )
 
     def _check_window(self, steps: tuple[int, ...]) -> None:
         if not steps:
-            remedy = "trains no step; choose one such as flowalign.sampling.AllButLast"
-            window = type(self.sampling.sde_window).__name__
-            raise ValueError(f"recipe.sampling.sde_window {window} {remedy}")
+            raise ValueError(
+                f"recipe.sampling.sde_window {type(self.sampling.sde_window).__name__} chooses "
+                "no step to train; choose another, such as flowalign.sampling.AllButLast"
+            )
         algorithm, rollouts = self.algorithm, self.rollouts
         alone = algorithm.pairs or algorithm.span is not None or self.spatial is not None
         if rollouts.requirements(steps).credit.process is not None and alone:
@@ -108,14 +113,21 @@ class PolicyGradientSettings(TrainingPrompts, OptionalRegulariser, RolloutFields
         rule, num_steps = self.step_rule, self.sampling.num_steps
         key = "recipe.step_weight.start" if self.measured else "recipe.step_weight"
         if not isinstance(rule, str) and (len(rule) != num_steps or not any(rule)):
-            wanted = f"give a number for each of the {num_steps} steps, not all 0, or a rule"
-            raise ValueError(f"{key} is {rule}; {wanted}")
+            raise ValueError(
+                f"{key} is {rule}; give a number for each of the {num_steps} denoising steps, "
+                "not all 0, or the name of a rule"
+            )
         if self.measured and self.algorithm.span is not None:
-            spans = f"{type(self.algorithm).__name__} trains spans: give a rule, or choose GRPO"
-            raise ValueError(f"recipe.step_weight is measured for single steps, but {spans}")
+            raise ValueError(
+                f"recipe.step_weight is measured for single steps, {type(self.algorithm).__name__} "
+                "trains spans of steps: give a rule or numbers, or choose GRPO"
+            )
         if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
-            fewest = f"to measure recipe.step_weight, take at least {2 * self.updates_per_step}"
-            raise ValueError(f"recipe.prompts_per_step is {self.prompts_per_step}; {fewest}")
+            raise ValueError(
+                f"recipe.prompts_per_step is {self.prompts_per_step} and updates_per_step is "
+                f"{self.updates_per_step}: to measure recipe.step_weight, prompts need two halves; "
+                f"raise prompts_per_step to at least {2 * self.updates_per_step}"
+            )
 
     @property
     def rollouts(self) -> RolloutSettings:
@@ -161,6 +173,8 @@ def require_policy_gradient(recipe: Recipe) -> PolicyGradientSettings:
         ValueError: The recipe is not a policy-gradient recipe.
     """
     if not isinstance(recipe, PolicyGradientSettings):
-        name = type(recipe).__name__
-        raise ValueError(f"the recipe {name} has no rollouts to measure, unlike PolicyGradient")
+        raise ValueError(
+            f"the recipe {type(recipe).__name__} has no rollouts to measure: use "
+            "flowalign.training.PolicyGradient"
+        )
     return recipe

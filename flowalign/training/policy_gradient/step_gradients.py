@@ -132,8 +132,10 @@ class StepGradients:
 
     def __init__(self, cfg: MeasuredWeight, learner: Learner, num_steps: int, updates: int):
         if learner.is_sharded:
-            shards = "sharding.weights blocks shards: set policy.lora, or another step_weight"
-            raise ValueError(f"recipe.step_weight measures whole gradients, which {shards}")
+            raise ValueError(
+                "recipe.step_weight measures whole gradients, but sharding.weights blocks shards "
+                "them if policy.lora is null: set policy.lora, or another step_weight"
+            )
         self.cfg, self.learner = cfg, learner
         self.averages = Averages.none(num_steps)
         self.decay = 0.5 ** (1 / (cfg.half_life * updates))
@@ -200,9 +202,9 @@ class StepGradients:
         here = self.cfg.measured, len(self.averages.signal)
         there = state["measured"], len(averages.signal)
         if here != there:
-            earlier = f"in the checkpoint the {there[0]} of {there[1]}: restore these settings"
             raise ValueError(
-                f"recipe.step_weight measures the {here[0]} of {here[1]} steps, {earlier}"
+                f"recipe.step_weight measures the {here[0]} of {here[1]} denoising steps, but in "
+                f"the checkpoint the {there[0]} of {there[1]}: restore these settings"
             )
         self.averages = averages
 

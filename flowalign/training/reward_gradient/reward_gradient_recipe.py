@@ -310,16 +310,21 @@ class RewardGradient(TrainingPrompts, RewardGradientSettings, Recipe):
 def _check_conditioning(run: RunContext) -> None:
     """Raise ValueError for per-prompt rewards, because the gradient combines all rewards."""
     if run.check_conditioning():
-        remedy = "RewardGradient combines all: use PolicyGradient, or ScoredGroups"
-        name = type(run.conditioning).__name__
-        raise ValueError(f"conditioning {name} trains each prompt on one reward, but {remedy}")
+        raise ValueError(
+            f"conditioning {type(run.conditioning).__name__} trains each prompt on one reward, "
+            "but RewardGradient combines all: use PolicyGradient, or Matching with ScoredGroups"
+        )
 
 
 def _check_policy(policy: Policy, detach_unconditional: bool) -> None:
     name = type(policy).__name__
     if policy.renderer is None:
-        remedy = "take one of pipelines, or give it a flowalign.types.DifferentiableDecoder"
-        raise ValueError(f"policy {name} decodes without gradient: {remedy}")
+        raise ValueError(
+            f"policy {name} cannot decode with a gradient, which RewardGradient needs: take one of "
+            "pipelines, or give it a flowalign.types.DifferentiableDecoder"
+        )
     if detach_unconditional and policy.evaluations_per_velocity == 1:
-        reason = f"{name} samples without classifier-free guidance: set it to false"
-        raise ValueError(f"recipe.detach_unconditional is true, but {reason}")
+        raise ValueError(
+            f"recipe.detach_unconditional is true, but {name} samples without classifier-free "
+            "guidance (policy.guidance is at most 1): set it to false"
+        )

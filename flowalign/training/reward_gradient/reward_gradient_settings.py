@@ -83,8 +83,10 @@ class _ZeroRewards(Replay):
     @override
     def state(self, k: int) -> Tensor:
         if k != self.num_steps and not self.rolled:
-            remedy = "recipe.start has none: use FromRollouts, or the path DirectAlign"
-            raise ValueError(f"recipe.gradient_path {self.name} replays rollouts, and {remedy}")
+            raise ValueError(
+                f"recipe.gradient_path {self.name} replays steps of a rollout, and recipe.start "
+                "has none: use FromRollouts, or the gradient path DirectAlign"
+            )
         return torch.zeros(1, 1)
 
     @override
@@ -149,8 +151,10 @@ def check_frames(frames: Frames, policy: Policy, rewards: Rewards) -> None:
         raise ValueError(f"recipe.frames is {frames}, but {name} makes images: set it to all")
     videos = [m.spec.name for m in rewards.weighted().models if m.spec.modality == "video"]
     if frames == "random" and videos:
-        remedy = "choose all, first_middle_last or alternate"
-        raise ValueError(f"recipe.frames is random, but {videos[0]!r} scores videos: {remedy}")
+        raise ValueError(
+            f"recipe.frames is random, one frame, but reward {videos[0]!r} scores videos: choose "
+            "all, first_middle_last or alternate"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,19 +201,21 @@ class RewardGradientSettings(OptionalRegulariser):
             raise ValueError(f"recipe.on_failed_reward is drop_group, but {reason}")
         self._check_matching()
         if self.cost.inverts and self.relative is None:
-            remedy = "set recipe.relative, or directions to denoise"
-            name = type(self.gradient_path).__name__
-            raise ValueError(f"recipe.gradient_path {name} also adds noise: {remedy}")
+            raise ValueError(
+                f"recipe.gradient_path {type(self.gradient_path).__name__} also adds noise, which "
+                "needs a relative reward: set recipe.relative, or directions to denoise"
+            )
 
     def _check_matching(self) -> None:
         """Raise ValueError if the gradient path needs other rollouts, or ignores a setting."""
         name = type(self.gradient_path).__name__
         if self.gradient_path.matches != self.start.stochastic:
-            start = f"recipe.start is {type(self.start).__name__}"
-            pair = "AdjointMatching and FromNoisyRollouts go together"
-            raise ValueError(f"recipe.gradient_path is {name}, and {start}: {pair}")
+            raise ValueError(
+                f"recipe.gradient_path is {name}, and recipe.start is {type(self.start).__name__}: "
+                "AdjointMatching and FromNoisyRollouts go together"
+            )
         if self.gradient_path.matches:
-            reason = f"{name} matches whole velocities, with the KL of its reward_scale"
+            reason = f"{name} matches whole velocities, and its KL follows from reward_scale"
             require_default(self, "recipe", reason, "kl", "detach_unconditional")
 
     @property

@@ -118,13 +118,18 @@ class FromPhotos(Start):
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
         policy.check_stored_media("recipe.start")
         if policy.input_spec.references[1]:
-            used = f"{type(policy).__name__} uses it as a {policy.input_spec.kind}"
-            raise ValueError(f"recipe.start FromPhotos noises images, but {used}: use FromRollouts")
+            raise ValueError(
+                f"recipe.start FromPhotos takes the image of a request as its sample, but "
+                f"{type(policy).__name__} uses it as a {policy.input_spec.kind}: use "
+                "FromRollouts"
+            )
         for request in requests:
             if len(request.references) != 1:
-                found = f"{request.prompt!r} has {len(request.references)}"
-                remedy = "add it to the rows of recipe.prompts, or use FromRollouts"
-                raise ValueError(f"recipe.start FromPhotos needs one image; {found}: {remedy}")
+                raise ValueError(
+                    f"recipe.start FromPhotos needs one image for each prompt; "
+                    f"{request.prompt!r} has {len(request.references)}: add it to the rows of "
+                    "recipe.prompts, or use FromRollouts"
+                )
 
     @override
     def trajectory(

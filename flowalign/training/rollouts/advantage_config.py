@@ -63,7 +63,9 @@ class AdvantageConfig:
         """Reject settings outside their ranges."""
         require_ranges(self, "advantages")
         if self.extremes is None:
-            require_default(self, "advantages", "extremes is null", "shorten_extremes")
+            require_default(
+                self, "advantages", "extremes is null, so nothing is shortened", "shorten_extremes"
+            )
         if self.exponential:
             reason = "exponential leaves no positive advantages"
             require_default(self, "advantages", reason, "diversity")
@@ -81,20 +83,26 @@ class AdvantageConfig:
         if self.value_transform:
             self.value_transform.check_requests(located)
         if run.check_conditioning() and self.scale in ("batch", "pooled"):
-            why = f"conditioning {type(run.conditioning).__name__} gives each prompt one reward"
-            raise ValueError(f"{key}.advantages.scale is {self.scale}, but {why}: set it to group")
+            raise ValueError(
+                f"{key}.advantages.scale {self.scale} compares prompts, but conditioning "
+                f"{type(run.conditioning).__name__} gives each one reward: set scale to group"
+            )
 
     def check_groups(self, key: str, group_size: int) -> None:
         """Raise ValueError if groups of `group_size` samples cannot be compared."""
         if group_size == 1 and self.scale in ("group", "batch", "none", "leave_one_out"):
-            remedy = "use at least 2, or advantages.scale pooled"
-            raise ValueError(f"sampling.samples_per_prompt is 1, so nothing is compared: {remedy}")
+            raise ValueError(
+                "sampling.samples_per_prompt is 1, so a group has no samples to compare: "
+                "use at least 2, or advantages.scale pooled"
+            )
         if self.scale in ("none", "leave_one_out", "given"):
             reason = f"scale {self.scale} does not divide by a standard deviation"
             require_default(self, f"{key}.advantages", reason, "std_correction")
         if self.extremes is not None and 2 * self.extremes > group_size:
-            most = f"at most half of the {group_size} samples of a prompt can be the best ones"
-            raise ValueError(f"{key}.advantages.extremes is {self.extremes}; {most}")
+            raise ValueError(
+                f"{key}.advantages.extremes is {self.extremes}: the best and the worst "
+                f"{self.extremes} are more than the {group_size} samples of a prompt"
+            )
 
     def refuse_extremes(self, key: str, reason: str) -> None:
         """Raise ValueError if `extremes` is set."""

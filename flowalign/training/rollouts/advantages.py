@@ -250,8 +250,10 @@ def check_map(key: str, name: str, rewards: Rewards) -> None:
     """Raise ValueError unless the reward `name` has a spatial map; `key` is for messages."""
     mapping = [model.spec.name for model in rewards.models if model.spec.maps]
     if name not in mapping:
-        there = ", ".join(mapping) or "none, take one such as reward_models.RegionReward"
-        raise ValueError(f"{key} is {name!r}; rewards with a map here: {there}")
+        raise ValueError(
+            f"{key} is {name!r}; rewards with a map here: "
+            f"{', '.join(mapping) or 'none, take one such as reward_models.RegionReward'}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,8 +141,10 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
         draw_frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
     needs = cfg.requirements(cfg.window(0))
     if needs.observed and run.policy.no_features:
-        problem = f"{type(run.policy).__name__} {run.policy.no_features}"
-        raise ValueError(f"{cfg.key}.credit has a critic, but {problem}: choose one without critic")
+        raise ValueError(
+            f"{cfg.key}.credit needs a critic, which reads features of the denoiser, but "
+            f"{type(run.policy).__name__} {run.policy.no_features}: choose credit without a critic"
+        )
     for reward, _ in needs.scores:
         check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":

@@ -108,8 +108,9 @@ class CreditRequirements(ValueFunction):
     def _make_zeros(self, what: str, ks: Sequence[int], last: int) -> Tensor:
         for k in ks:
             if not 0 <= k <= last:
-                asked = f"asks for the {what} of state {k}"
-                raise ValueError(f"{self.method} {asked}; there are states 0 to {last}")
+                raise ValueError(
+                    f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
+                )
         return torch.zeros(len(self.empty.logp), len(ks), 1)
 
 
@@ -182,9 +183,10 @@ class RolloutSettings(RolloutFields):
         """Return the window; raise ValueError if there is credit but no stochastic step."""
         steps = self.window(iteration)
         if self.credit is not None and not steps:
-            remedy = "sampling.sde_window has none: choose AllButLast, or no credit"
-            name = type(self.credit).__name__
-            raise ValueError(f"{self.key}.credit {name} credits stochastic steps, {remedy}")
+            raise ValueError(
+                f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
+                f"steps; {self.key}.sampling.sde_window has none: choose AllButLast, or no credit"
+            )
         return steps
 
     def empty_trajectory(self, steps: Sequence[int]) -> Trajectory:
@@ -217,8 +219,10 @@ class RolloutSettings(RolloutFields):
     def refuse_features(self) -> None:
         """Raise ValueError for credit with features, which context parallelism cannot compute."""
         if self.requirements(self.window(0)).observed:
-            remedy = "set sharding.context_degree to 1, or use credit without a critic"
-            raise ValueError(f"{self.key}.credit reads features of the denoiser: {remedy}")
+            raise ValueError(
+                f"{self.key}.credit reads features of the denoiser, but sharding.context_degree "
+                "divides its tokens: set it to 1, or use credit without a critic"
+            )
 
     def requirements(self, steps: Sequence[int]) -> CreditRequirements:
         """Return the requirements of the credit method on a rollout.
@@ -231,9 +235,10 @@ class RolloutSettings(RolloutFields):
         needs = CreditRequirements(method, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantages.scale == "given"):
             advised = "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
-            advised = "advantages: set it to given" if needs.credit.normalised else advised
-            scale = f"{self.key}.advantages.scale is {self.advantages.scale}"
-            raise ValueError(f"{scale}, but {name} gives {advised}")
+            raise ValueError(
+                f"{self.key}.advantages.scale is {self.advantages.scale}, but {name} gives "
+                + ("advantages: set it to given" if needs.credit.normalised else advised)
+            )
         if needs.credit.process is not None and not self.clips_process:
             refuse_process(self.key, method)
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
@@ -241,7 +246,10 @@ class RolloutSettings(RolloutFields):
             reason = f"{name} values the states {between} of the whole schedule"
             require_default(self, self.key, reason, "sampling.tail_ratio")
         if needs.critic_read and self.critic is None:
-            raise ValueError(f"{self.key}.critic is null, but {name} needs one: set it to {{}}")
+            raise ValueError(
+                f"{self.key}.critic is null, but {name} needs predictions of a critic: "
+                "set it to {}"
+            )
         if not needs.critic_read:
             reason = f"{name} reads no predictions, unlike flowalign.credit.LambdaReturn"
             require_default(self, self.key, reason, "critic")
@@ -250,5 +258,7 @@ class RolloutSettings(RolloutFields):
 
 def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
     """Raise ValueError because the loss does not train the process rewards of the method."""
-    remedy = "choose GRPO on transitions, or flowalign.credit.LatentGain"
-    raise ValueError(f"{key}.credit {type(method).__name__} has process rewards: {remedy}")
+    raise ValueError(
+        f"{key}.credit is {type(method).__name__}, which has process rewards. Only GRPO on "
+        "transitions trains these; choose it, or flowalign.credit.LatentGain"
+    )

@@ -174,9 +174,10 @@ class CompletionValues(ValueFunction):
                 table[:, column] = found[:, reward.dims.index(dim)]
         usable = rewards.usable(table.isfinite())
         if rewards.on_failure == "raise" and not usable.all():
-            count = f"{int((~usable).sum())} of {len(usable)} states {k}"
-            remedy = "set on_failed_reward to drop_sample to continue without these samples"
-            raise RewardFailure(f"the latent reward of {count} is not finite: {remedy}")
+            raise RewardFailure(
+                f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
+                "finite.\nSet on_failed_reward to drop_sample to continue without these samples."
+            )
         return trajectory.rows.expand(table, k)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:

@@ -199,7 +199,7 @@ def test_a_reward_without_weight_has_no_word(tmp_path):
 @pytest.mark.parametrize("scale", ["batch", "pooled"])
 def test_a_comparison_across_prompts_is_refused(tmp_path, scale):
     run = context(rewards=new_rewards(redness=1.0, green=1.0), conditioning=WORDS)
-    with pytest.raises(ValueError, match=f"advantages.scale is {scale}, but conditioning"):
+    with pytest.raises(ValueError, match=f"recipe.data.advantages.scale {scale} compares prompts"):
         groups(tmp_path, advantages={"scale": scale}).check(run)
 
 

@@ -170,7 +170,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
         cfg.check(context(guidance=3.0))
     with pytest.raises(ValueError, match=r"guidance_weight is 0\.3"):
         recipe(**PLAIN | {"guidance_weight": 0.3})
-    with pytest.raises(ValueError, match="samples_per_prompt is 1, so nothing"):
+    with pytest.raises(ValueError, match="samples_per_prompt is 1, so a group"):
         recipe(**REWARDED | {"samples_per_prompt": 1})
     with pytest.raises(ValueError, match="micro_batch is 3"):
         recipe(**REWARDED | {"micro_batch": 3})

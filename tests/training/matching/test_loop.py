@@ -124,7 +124,7 @@ class FromBelow(PixelPolicy):
 def test_times_beyond_what_the_model_was_trained_on_are_refused_before_any_update(times):
     learner = new_learner(FromBelow())
     with pytest.raises(
-        ValueError, match=r"draws sigmas up to .*the model knows 0\.9000.*SamplerGrid"
+        ValueError, match=r"draws sigmas up to .*trained up to 0\.9000.*SamplerGrid"
     ):
         train(recipe(times=times), learner, pairs())
     assert learner.num_updates == 0

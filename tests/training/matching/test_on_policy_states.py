@@ -377,21 +377,23 @@ def test_a_whole_recipe_is_accepted(tmp_path):
 def test_points_times_and_losses_that_do_not_fit_are_refused(tmp_path):
     window = {"sde_window": Fixed(0, 2)}
     wrong = {
-        "states is ForwardNoise, but OnPolicyStates gives trajectories": {"states": ForwardNoise()},
-        "VisitedStates need a SamplerGrid of the 4 steps": {"times": SamplerGrid(num_steps=5)},
-        "OPD needs dt, logp_old, slope, std, travelled, which ": {"loss": OPD()},
-        r"times has the steps \[2\] without noise": {
+        "states is ForwardNoise, and data of class OnPolicyStates are trajectories": {
+            "states": ForwardNoise()
+        },
+        "must be a SamplerGrid of the 4 steps": {"times": SamplerGrid(num_steps=5)},
+        "OPD needs dt, logp_old, slope, std, travelled, which data of class": {"loss": OPD()},
+        r"times has the steps \[2\], at which": {
             "loss": OPD(),
             "data": on_policy(tmp_path, window),
         },
         "recipe.teachers names old, which is a reserved name": {
             "teachers": {"old": Teacher(path="x")}
         },
-        "routed.jsonl:1: teacher names the teacher 'red'; there are loud": {
+        "routed.jsonl:1: teacher is 'red', and recipe.teachers has loud": {
             "teachers": {"loud": Teacher(path="x")}
         },
-        "names 0 teachers; name one": {"teachers": {}},
-        "no row of .* has as teacher the teacher 'deaf'": {
+        "names 0 teachers and recipe.data.teacher_field": {"teachers": {}},
+        "recipe.teachers names deaf, and no row": {
             "teachers": saved(tmp_path, ("red", "loud", "deaf"))
         },
     }

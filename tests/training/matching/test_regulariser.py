@@ -145,7 +145,7 @@ REFUSED = {
     "pairs for a loss of pairs": (
         {"kind": "samples"},
         {"loss": DPO()},
-        "data has samples",
+        "recipe.data gives samples",
     ),
     "advantages that media do not have": ({}, {"loss": NFT()}, "NFT needs advantage, which"),
 }
@@ -165,7 +165,7 @@ def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
     cfg = recipe(prompts, Regulariser(data=replace(data, batch_size=2)))
     rewards = Rewards([SmoothRedness()], {"redness": 1.0})
     run = RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3)
-    with pytest.raises(ValueError, match=r"in recipe\.regulariser: recipe\.data gives 2 examples"):
+    with pytest.raises(ValueError, match=r"in recipe\.regulariser: recipe\.data gives 2 pairs"):
         cfg.plan(run, PixelPolicy().plan(), 3)
 
 

@@ -413,12 +413,12 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
 
 def test_settings_that_no_run_can_use_are_refused(tmp_path):
     wrong = {
-        r"credit Gain credits stochastic": {"credit": Gain()},
-        r"recipe.data.advantages.extremes is 3; at most half": {"advantages": {"extremes": 3}},
+        r"credit is Gain, which credits stochastic": {"credit": Gain()},
+        r"recipe.data.advantages.extremes is 3: the best": {"advantages": {"extremes": 3}},
         r"shorten_extremes is true, but extremes": {"advantages": {"shorten_extremes": True}},
-        r"scout_steps is 2; .* and advantages.extremes, which is null": {"scout_steps": 2},
-        r"scout_steps is 5; it needs at most": {"scout_steps": 5, "advantages": {"extremes": 1}},
-        r"scout_steps previews samples, which noise": {
+        r"scout_steps is 2; .* needs advantages.extremes, which is null": {"scout_steps": 2},
+        r"scout_steps is 5; it must be at most": {"scout_steps": 5, "advantages": {"extremes": 1}},
+        r"scout_steps previews samples, but with noise": {
             **{"sampling": STOCHASTIC, "scout_steps": 2, "advantages": {"extremes": 1}}
         },
         r"seeds_per_prompt is 1, but scout_steps 2 chooses": {
@@ -426,7 +426,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
             **{"scout_steps": 2, "advantages": {"extremes": 1}},
         },
         r"recipe.data.clean is completion, but credit null values": {"clean": "completion"},
-        r"samples_per_prompt is 1, so nothing": {"sampling": {"samples_per_prompt": 1}},
+        r"samples_per_prompt is 1, so a group has": {"sampling": {"samples_per_prompt": 1}},
         r"recipe.data.advantages.scale is given": {"advantages": {"scale": "given"}},
         r"credit Outcome values finished samples": {
             "sampling": STOCHASTIC,
@@ -448,7 +448,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
             groups(tmp_path, **changes)
-    with pytest.raises(ValueError, match=r"recipe.sampling.sde_window NoSteps trains no step"):
+    with pytest.raises(ValueError, match=r"recipe.sampling.sde_window NoSteps chooses no step"):
         new_recipe({"sde_window": NoSteps()})
 
 
@@ -459,7 +459,7 @@ def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
     matching(groups(tmp_path, weights="ema")).check(replace(run, has_ema=True))
     with pytest.raises(ValueError, match=r"weights named old, and recipe.old is null"):
         matching(groups(tmp_path, weights="old")).check(run)
-    with pytest.raises(ValueError, match=r"micro_batch is 3, but Weighed compares all 4"):
+    with pytest.raises(ValueError, match=r"micro_batch is 3, but Weighed compares all of the 4"):
         as_recipe(recipe(loss=Weighed(also=GROUP), micro_batch=3), groups(tmp_path)).check(run)
     with pytest.raises(ValueError, match=r"times_per_sample is 5, but recipe\.times has 4"):
         matching(groups(tmp_path), times=GRID, times_per_sample=5).plan(run, plan, 1)
@@ -585,11 +585,11 @@ def test_data_and_methods_that_cannot_carry_credit_are_refused(tmp_path):
     StoredDataset(path=path, credit=Gain()).check_data(PixelPolicy())
     for values in ({"chosen": [[0.0, 1.0], CHOSEN[1]]}, {"rejected": [REJECTED[0], None]}):
         short = StoredDataset(path=with_values(tmp_path, **values), credit=Gain())
-        with pytest.raises(ValueError, match="values_chosen and values_rejected have") as error:
+        with pytest.raises(ValueError, match="needs the columns values_chosen and") as error:
             short.check_data(PixelPolicy())
         assert len(str(error.value).splitlines()) <= 5
     plain = StoredDataset(path=painted(tmp_path, 2, "plain"), credit=Gain())
-    with pytest.raises(ValueError, match=r"have \[0, 0\] values"):
+    with pytest.raises(ValueError, match="There are 0 and 0 values"):
         plain.check_data(PixelPolicy())
 
 

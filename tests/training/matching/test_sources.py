@@ -331,10 +331,12 @@ def test_pairs_weigh_what_their_scores_say(tmp_path):
 
 def test_weights_of_unknown_scores_are_refused_by_row(tmp_path):
     path = painted(tmp_path, 2, scores_chosen=[{"a": 1.0}] * 2, scores_rejected=[{"a": 0.0}] * 2)
-    with pytest.raises(ValueError, match=r"jsonl row 1: .* missing score 'b'; there are a"):
+    with pytest.raises(
+        ValueError, match=r"jsonl row 1: .* needs a score that is missing, 'b'; there are a"
+    ):
         stored(path, new_learner(), weighting=GapWeights(scores={"b": 1.0}))
     for wrong in ({"scores": {}}, {"scores": {"a": 1.0}, "alpha": 1.0}):
-        with pytest.raises(ValueError, match=r"need a dimension, and alpha above 1"):
+        with pytest.raises(ValueError, match=r"need at least one dimension, and alpha above 1"):
             GapWeights(**wrong)
 
 
@@ -767,7 +769,7 @@ def test_rollouts_that_compare_nothing_are_refused(prompts):
     with pytest.raises(ValueError, match="no reward has a weight other than 0"):
         cfg.check(context(rewards=Rewards([Redness()], {"redness": 0.0})))
     cfg.check(context(rewards=Rewards([Redness()], {"redness": 1.0})))
-    with pytest.raises(ValueError, match="samples_per_prompt is 1, so nothing"):
+    with pytest.raises(ValueError, match="samples_per_prompt is 1, so a group"):
         Rollouts(prompts=prompts, samples_per_prompt=1)
     for name in ("prompts_per_step", "num_steps", "micro_batch"):
         with pytest.raises(ValueError, match=rf"data\.{name} is 0"):

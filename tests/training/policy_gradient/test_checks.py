@@ -349,7 +349,7 @@ def test_advantages_of_samples_like_another_are_smaller():
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"with algorithm.kl_coef above 0: set"):
+    with pytest.raises(ValueError, match=r"with algorithm.kl_coef above 0 has: set"):
         new_recipe(kl_gate=GATE)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a")

@@ -207,7 +207,7 @@ def test_every_pair_is_seen_once_an_epoch_however_the_step_is_divided(updates):
 
 
 def test_more_updates_than_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"updates_per_step is 4.*the 3 prompts"):
+    with pytest.raises(ValueError, match=r"updates_per_step is 4.*prompts_per_step is 3"):
         told(ADVANTAGE, OLD, updates_per_step=4)
 
 

@@ -71,25 +71,26 @@ REFUSED = {
     "a reward without a gradient": (
         {},
         context(None, Redness()),
-        "RewardGradient needs gradients, 'redness' (redness, green) has none",
-        "reward_models.PickScore",
+        "rewards: 'redness' (redness, green) has a weight but no gradient",
+        "PickScore, HPSv2",
     ),
     "a reward without a gradient beside one that has": (
         {},
         context(None, Redness(), Named()),
-        "RewardGradient needs gradients",
-        "set its weights in rewards to 0, and weigh warmth, cold",
+        "has a weight but no gradient",
+        "Set `weight: {redness: 0, green: 0}` in its entry of rewards, so that it is only logged, "
+        "and weigh warmth, cold.",
     ),
     "nothing to optimise": (
         {},
         context(weights={"green": 0.0}),
         "no reward has a weight other than 0",
-        "set one of redness, green in rewards",
+        "there are redness, green",
     ),
     "a policy that cannot render": (
         {},
         context(Unrendered()),
-        "policy Unrendered decodes without gradient",
+        "policy Unrendered cannot decode with a gradient",
         "flowalign.types.DifferentiableDecoder",
     ),
     "no unconditional branch": (
@@ -107,19 +108,19 @@ REFUSED = {
     "one frame for a reward of videos": (
         {"frames": "random"},
         context(Clips(), Named(modality="video"), weights={"warmth": 1.0}),
-        "'named' scores videos",
+        "reward 'named' scores videos",
         "first_middle_last",
     ),
     "control words that nothing reads": (
         {"relative": ControlWords()},
         context(),
-        "'redness' reads no prompt",
-        "weigh rewards that read prompts",
+        "which reward 'redness' does not read",
+        "weigh rewards that need a prompt",
     ),
     "photos that are not there": (
         {"gradient_path": DirectAlign(), "start": FromPhotos()},
         context(),
-        "FromPhotos needs one image; 'a' has 0",
+        "FromPhotos needs one image for each prompt; 'a' has 0",
         "or use FromRollouts",
     ),
 }
@@ -140,7 +141,7 @@ def test_what_cannot_be_trained_is_refused_with_what_would_do(name, prompts):
     ("changes", "said"),
     [
         ({"gradient_path": ReFL(last_steps=11)}, "ReFL.last_steps 11 asks for 11 steps"),
-        ({"gradient_path": DRaFT(), "start": FromPhotos()}, "replays rollouts"),
+        ({"gradient_path": DRaFT(), "start": FromPhotos()}, "replays steps of a rollout"),
         ({"gradient_path": DirectAlign(directions="both")}, "also adds noise"),
         ({"micro_batch": 0}, "recipe.micro_batch"),
         (
