@@ -126,9 +126,10 @@ def check_default_dtype(models: Sequence[CheckedReward]) -> None:
     """
     default = torch.get_default_dtype()
     if names := [repr(model.spec.name) for model in models if model.left_dtype == default]:
-        remedy = "which changes the noise: set torch.float32 before score returns"
-        who = f"reward {' or '.join(names)}"
-        raise RewardFailure(f"{who} left torch's default dtype at {default}, {remedy}")
+        raise RewardFailure(
+            f"reward {' or '.join(names)} left torch's default dtype at {default}, which changes "
+            "other rewards and the noise.\nSet it back to torch.float32 before score returns."
+        )
 
 
 def check_spec(model: RewardModel) -> None:
@@ -181,8 +182,11 @@ def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
         return  # all samples failed, so there are no maps
     wanted = {spec.name} if spec.maps else set()
     if {*output.maps} != wanted or any(len(places) != count for places in output.maps.values()):
-        remedy = f"expected {sorted(wanted)}: set spec.maps, and give `build` places"
-        raise RewardError(spec, f"returned the maps {sorted(output.maps)} for {count}; {remedy}")
+        raise RewardError(
+            spec,
+            f"returned the maps {sorted(output.maps)} for {count} samples, expected "
+            f"{sorted(wanted)}: set spec.maps, and give `build` places",
+        )
 
 
 def _mark_invalid(spec: RewardSpec, output: RewardOutput) -> RewardOutput:

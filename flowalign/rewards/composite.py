@@ -66,7 +66,7 @@ class Rewards:
         repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
         if repeated:
             raise ValueError(f"reward dimensions {repeated} come from more than one model")
-        require_known("weights name the reward dimension", self.weight_of, self.dims)
+        require_known("weights name the unknown reward dimension", self.weight_of, self.dims)
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
         if not self.weights.isfinite().all():
             raise ValueError(f"weights of rewards must be finite numbers, got {self.weight_of}")
@@ -76,8 +76,10 @@ class Rewards:
         if not self.models:
             raise ValueError("rewards is empty; name at least one reward model")
         if not self.weighted_dims:
-            there = ", ".join(self.dims)
-            raise ValueError(f"no reward has a weight other than 0: set one of {there} in rewards")
+            raise ValueError(
+                "no reward has a weight other than 0: set the weight of one of its dimensions in "
+                f"rewards; there are {', '.join(self.dims)}"
+            )
 
     @property
     def weighted_dims(self) -> list[str]:
@@ -91,7 +93,7 @@ class Rewards:
         for spec in (model.spec for model in self.models):
             needs = {*spec.needs} & {"fps", "sound"} | ({spec.modality} - {"any"})
             if missing := sorted(needs - gives):
-                remedy = ": wrap it in reward_models.PerFrame" if missing == ["image"] else ""
+                remedy = ": wrap it in reward_models.PerFrame" if "image" in missing else ""
                 raise ValueError(
                     f"reward {spec.name!r} needs {' and '.join(missing)}, and "
                     f"{type(policy).__name__} gives {' and '.join(sorted(gives))} here{remedy}"

@@ -39,10 +39,14 @@ class WeightedReward:
             weights |= self.weight
         elif self.weight is not None:
             if others:
-                remedy = f"for each of {', '.join(dims)}, such as weight: {{{first}: 1.0}}"
-                raise ValueError(f"rewards: weight of {self._name} is {self.weight}; give {remedy}")
+                raise ValueError(
+                    f"rewards: {self._name} has the weight {self.weight} and the dimensions "
+                    f"{', '.join(dims)}: give a weight per dimension, weight: {{{first}: 1.0}}"
+                )
             weights[first] = self.weight
-        require_known(f"rewards: weight of {self._name} names", weights, dims)
+        require_known(
+            f"rewards: the weight of {self._name} names the unknown dimension", weights, dims
+        )
         return weights
 
     def resolve(self) -> dict[str, Any]:

@@ -48,8 +48,10 @@ class CallableReward(RewardModel):
         name = name or str(getattr(function, "__name__", type(function).__name__))
         parameters = [*_signature(function, name).values()]
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-            takes = f"({', '.join(p.name for p in parameters)})"
-            raise ValueError(f"reward {name} takes {takes}; the first must be images or videos")
+            raise ValueError(
+                f"reward {name} takes ({', '.join(p.name for p in parameters)}); its first "
+                "parameter must take the images, or the videos"
+            )
         first, *others = parameters
         self._takes_videos = first.name in _VIDEOS
         self.images: Form = _find_form(first.annotation) or images
@@ -94,8 +96,10 @@ class CallableReward(RewardModel):
             if parameter.name in known:
                 inputs[parameter.name] = known[parameter.name]
             elif parameter.default is parameter.empty:
-                what = f"reward {self.spec.name} takes {parameter.name}"
-                raise ValueError(f"{what}, no column of the prompts; there are {', '.join(known)}")
+                raise ValueError(
+                    f"reward {self.spec.name} takes {parameter.name}, which is no column of the "
+                    f"prompts; there are {', '.join(known)}"
+                )
         return inputs
 
     def _list_scores(self, scores: Any, batch: MediaBatch) -> list[float]:
@@ -106,8 +110,10 @@ class CallableReward(RewardModel):
         found = found.tolist() if hasattr(found, "tolist") else found
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(batch):
             shown = f"{len(found)} scores" if isinstance(found, Sequence) else repr(found)[:60]
-            wanted = f"for {len(batch)} samples; it must return a number or None for each"
-            raise WrongScores(f"reward {self.spec.name} returned {shown} {wanted}")
+            raise WrongScores(
+                f"reward {self.spec.name} returned {shown} for {len(batch)} samples; it must "
+                "return a list with a number, or None, per sample"
+            )
         return [self._read_score(one, i, batch) for i, one in enumerate(found)]
 
     def _read_score(self, score: Any, i: int, batch: MediaBatch) -> float:

@@ -97,13 +97,20 @@ def _with_failures(output: RewardOutput, finite: Bool[Tensor, "n"]) -> RewardOut
 
 def check_gradients(rewards: Rewards, needed_by: str) -> None:
     """Raise ValueError if a weighted reward has no gradient; `needed_by` is for the message."""
+    weighted = rewards.weighted().models
+    flat = [model.spec for model in weighted if not model.spec.differentiable]
+    if not flat:
+        return
     other = [dim for m in rewards.models if m.spec.differentiable for dim in m.spec.dims]
-    remedy = (
-        f"set its weights in rewards to 0, and weigh {', '.join(other)}"
+    zeros = ", ".join(f"{dim}: 0" for dim in flat[0].dims)
+    advice = (
+        f"Set `weight: {{{zeros}}}` in its entry of rewards, so that it is only logged, and weigh "
+        f"{', '.join(other)}."
         if other
-        else "take one such as reward_models.PickScore, or layer configs/tasks/hpsv2.yaml last"
+        else "Name a reward with a gradient in rewards, such as PickScore, HPSv2, ImageReward or "
+        "TrainedReward of reward_models, or layer configs/tasks/hpsv2.yaml last."
     )
-    for spec in (model.spec for model in rewards.weighted().models):
-        if not spec.differentiable:
-            flat = f"{spec.name!r} ({', '.join(spec.dims)})"
-            raise ValueError(f"rewards: {needed_by} needs gradients, {flat} has none: {remedy}")
+    raise ValueError(
+        f"rewards: {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, "
+        f"which {needed_by} needs.\n{advice}"
+    )

@@ -72,8 +72,10 @@ class LogSigmoidCentred:
             for dim, column in self.reference_columns.items():
                 found = request.metadata.get(column)
                 if not _is_number(found):
-                    needs = f"value_transform.reference_columns needs a number, a good {dim}"
-                    raise ValueError(f"{where}: {column} is {found!r}; {needs}")
+                    raise ValueError(
+                        f"{where}: {column} is {found!r}; value_transform.reference_columns needs "
+                        f"a number, the reward {dim} that is good enough for this request"
+                    )
 
     def __call__(
         self, values: Float[Tensor, "n *m R"], dims: Sequence[str], requests: Sequence[Request]
@@ -218,8 +220,10 @@ class ControlWords:
         """Raise ValueError if a weighted reward does not read prompts."""
         deaf = [m.spec.name for m in rewards.weighted().models if "prompt" not in m.spec.needs]
         if deaf:
-            remedy = "set it to null, or weigh rewards that read prompts"
-            raise ValueError(f"recipe.relative is set, and {deaf[0]!r} reads no prompt: {remedy}")
+            raise ValueError(
+                f"recipe.relative compares prompts, which reward {deaf[0]!r} does not read: "
+                "set it to null, or weigh rewards that need a prompt"
+            )
 
     def score(
         self, rewards: Rewards, batch: MediaBatch, step: int, inverted: bool, place: float

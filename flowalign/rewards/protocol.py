@@ -114,8 +114,9 @@ def _open_safetensors(body: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # Compare the counts with the tensors before making names: a client may send a huge count.
     counts = sum(header["references"]), sum(header["masks"])
     if sum(counts) != len(tensors) - 1:
-        declared = f"{counts[0]} and {counts[1]} masks declared"
-        raise ValueError(f"{len(tensors) - 1} reference images, but {declared}")
+        raise ValueError(
+            f"{len(tensors) - 1} reference images, but {counts[0]} and {counts[1]} masks declared"
+        )
     names = [f"reference.{i}.{j}" for i, n in enumerate(header["references"]) for j in range(n)]
     names += [f"mask.{i}" for i, has_mask in enumerate(header["masks"]) if has_mask]
     for name in ("media", *names):

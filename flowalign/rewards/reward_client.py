@@ -83,11 +83,13 @@ class RewardClient:
         """Raise ValueError if the server cannot be reached or gives an answer of another shape."""
         try:
             yield
-        except (httpx2.TransportError, ValueError, TypeError, AttributeError, LookupError) as error:
-            lost = isinstance(error, httpx2.TransportError)
-            what = "cannot be reached" if lost else f"gives no {path} of a reward server"
-            why = f"{type(error).__name__} {error}"[:200]
-            raise ValueError(f"reward server {self.url} {what} ({why})") from error
+        except httpx2.TransportError as error:
+            raise ValueError(
+                f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
+            ) from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            what = f"{type(error).__name__} {error}"[:200]
+            raise ValueError(f"{self.url}{path} is not that of a reward server ({what})") from error
 
     def spec(self, pixels: Pixels) -> RewardSpec:
         """Return the spec of the model; its version is the fingerprint and the pixel format.

@@ -249,10 +249,13 @@ def start_queues(models: Sequence[RewardModel], limits: Limits) -> list[Queue]:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address; raise ValueError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    remedy = "choose another --host, or --port 0 for any free port"
-    problem = f"cannot serve on host {host!r}, port {port} ({remedy})"
-    with explain_errors(problem, OSError, UnicodeError):
+    try:
         return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"cannot serve on host {host!r}, port {port}: {error}; "
+            "choose another --host, or --port 0 for any free port"
+        ) from error
 
 
 def build_server(

@@ -144,8 +144,10 @@ class ScorerPool:
         self, reward: Mapping[str, Any], actors: int, options: Mapping[str, Any], restarts: int
     ):
         if taken := sorted({*options} & {*_SET_HERE}):
-            yours = "yours are num_cpus, num_gpus, resources and runtime_env"
-            raise ValueError(f"options of Ray scorers may not name {', '.join(taken)}; {yours}")
+            raise ValueError(
+                f"options of Ray scorers name {', '.join(taken)}, which are set here: leave them "
+                "out; num_cpus, num_gpus, resources and runtime_env are yours"
+            )
         self.reward, self.count, self.restarts = reward, actors, restarts
         settings = json.dumps([reward, actors, options, restarts], sort_keys=True)
         self.name = f"{reward['class_path']}-{sha256(settings.encode()).hexdigest()[:16]}"
@@ -179,10 +181,15 @@ class ScorerPool:
         ]
         try:
             return ray.get([one.declare.remote() for one in self.actors], timeout=seconds)[0]
-        except ray.exceptions.RayError as error:  # also the end of the time
-            late = isinstance(error, ray.exceptions.GetTimeoutError)
-            why = f"in {seconds:g} s, on {ray.cluster_resources()}" if late else _last(error)
-            raise ValueError(f"the scorers of {self.name} are not ready: {why}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise ValueError(
+                f"the scorers of {self.name} are not ready after {seconds:g} s: "
+                f"the cluster has {ray.cluster_resources()}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise ValueError(
+                f"the scorers of {self.name} cannot be used: {_last(error)}"
+            ) from error
 
     def score(self, spec: RewardSpec, batch: MediaBatch, timeout: float) -> RewardOutput:
         """Return the scores of a batch, from the next actor in turn.

@@ -229,7 +229,7 @@ def test_an_earlier_run_is_continued_or_replaced_by_arguments(tmp_path, capsys):
 
 
 def test_a_reward_with_a_wrong_number_of_scores_ends_the_run_before_an_update(unchanged, tmp_path):
-    message = r"reward 'few'.* returned 1 scores for 4 samples; it must return a number"
+    message = r"reward 'few'.* returned 1 scores for 4 samples; it must return a list"
     with pytest.raises(RewardError, match=message) as error:
         new_trainer(unchanged, tmp_path, {"few": lambda images: [1.0]}).train()
     assert len(str(error.value).splitlines()) <= 5

@@ -287,7 +287,7 @@ def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
 def test_a_port_in_use_is_said_in_one_line():
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        message = f"cannot serve on host '127.0.0.1', port {port} "
+        message = f"cannot serve on host '127.0.0.1', port {port}: "
         with pytest.raises(ValueError, match=message) as said:
             run(arguments("--port", str(port)))
     assert len(str(said.value).splitlines()) == 1
@@ -425,7 +425,7 @@ ODD = [b"[]", b"1", b'{"models": 1}', b"[" * 100_000, b'{"models": {}, "status":
 
 @pytest.mark.parametrize("body", [*ODD, READY], ids=lambda body: body[:12].decode())
 def test_a_server_of_another_kind_is_refused_by_its_address(body):
-    with Answering(body) as other, pytest.raises(ValueError, match="of a reward s"):
+    with Answering(body) as other, pytest.raises(ValueError, match="is not that of a reward s"):
         RemoteReward(other.url, ["level"], timeout=5.0).load()
 
 

@@ -50,7 +50,7 @@ def test_settings_are_checked_before_anything_starts():
     assert RayScorers({"class_path": "not_here.Model"}, dims=["taste"]).spec.dims == ("taste",)
     with pytest.raises(ConfigError, match="not_here"):
         RayScorers({"class_path": "not_here.Model"})
-    with pytest.raises(ValueError, match="may not name max_restarts; yours are"):
+    with pytest.raises(ValueError, match="name max_restarts, which are set here"):
         RayScorers(PLACES, options={"max_restarts": 3})
     with pytest.raises(ValueError, match="must have class_path"):
         RayScorers({"path": "x"})

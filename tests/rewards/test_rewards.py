@@ -229,7 +229,7 @@ def test_a_request_without_its_reference_is_named_with_its_row():
     with pytest.raises(ValueError, match="name redness, redness; they must name"):
         both.check(new_rewards())
     rows = [("p:1", Request("a", metadata={"usual": 2})), ("p:2", Request("b"))]
-    with pytest.raises(ValueError, match=r"p:2: usual is None; .* a good redness"):
+    with pytest.raises(ValueError, match=r"p:2: usual is None; .* the reward redness"):
         transform.check_requests(rows)
     for nonsense in (math.nan, True, "high"):
         with pytest.raises(ValueError, match=r"p:1: usual is"):

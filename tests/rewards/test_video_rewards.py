@@ -423,7 +423,7 @@ def test_a_chunk_that_failed_has_no_map():
 
 def test_a_declared_map_must_come_and_no_other():
     for model, maps, message in (
-        (Redness(), True, r"returned the maps \[\] for 3; "),
+        (Redness(), True, r"returned the maps \[\] for 3 samples"),
         (Mapped(), False, r"expected \[\]"),
     ):
         model.spec = replace(model.spec, maps=maps)
