@@ -56,8 +56,10 @@ class PooledFrames(Backbone):
         if not joint or not over_frames:
             raise ValueError(f"joint {[*joint]}, over_frames {[*over_frames]}: none may be empty")
         if not self.reads_prompts and not set(joint) <= {"image", "source"}:
-            wanted = "it must be of image and source, as the encoder reads no prompts"
-            raise ValueError(f"joint is {list(joint)}; {wanted}")
+            raise ValueError(
+                f"{type(encoder).__name__} reads no prompts; its joint must be [image], "
+                f"with or without source, not {list(joint)}"
+            )
         self.encoder, self.joint, self.over_frames = encoder, joint, over_frames
         self.num_frames = self.most = num_frames
         self.at_once, self.lora = at_once, lora
@@ -121,8 +123,10 @@ class PooledFrames(Backbone):
 def _product(image: Float[Tensor, "n D"], text: Float[Tensor, "n E"]) -> Float[Tensor, "n D"]:
     """Multiply every pooling statistic of the image by the embedding of the prompt."""
     if image.shape[1] % text.shape[1]:
-        sizes = f"images have {image.shape[1]}, prompts {text.shape[1]}"
-        raise ValueError(f"product needs embeddings of one size; {sizes}")
+        raise ValueError(
+            f"product needs embeddings of one size; images have {image.shape[1]}, "
+            f"prompts {text.shape[1]}"
+        )
     return image * text.repeat(1, image.shape[1] // text.shape[1])
 
 
@@ -139,8 +143,10 @@ def _adapt(network: nn.Module, lora: Lora) -> None:
     if lora.targets is not None:
         found = [name for name in found if name.endswith(tuple(lora.targets))]
     if not found:
-        there = ", ".join(_linear_layers(network)[:6]) or "none"
-        raise ValueError(f"lora.targets {lora.targets} match no linear layer; there are {there}")
+        raise ValueError(
+            f"lora.targets {lora.targets} match no linear layer; the network has "
+            f"{', '.join(_linear_layers(network)[:6]) or 'none'}"
+        )
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)
     peft.inject_adapter_in_model(config, network)
 

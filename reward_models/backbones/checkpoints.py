@@ -35,8 +35,9 @@ def find_file(source: str, name: str | None = None) -> Path:
     if path.is_dir() and name is not None and (path / name).is_file():
         return path / name
     if path.exists() or name is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        nor = f", nor a folder with {name}" if name else ""
-        raise ValueError(f"{source}: no such file{nor}")
+        raise ValueError(
+            f"{source}: no such file" + (f", nor a folder with {name}" if name else "")
+        )
     return file_of(source, name)
 
 

@@ -173,7 +173,9 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
     kinds = {"clip": "CLIP", "siglip": "Siglip"}
     folder = find_folder(source, DESCRIPTIONS)
     config = read_object(find_file(str(folder), "config.json"))
-    require_known(f"{source} holds a model of type", [str(config.get("model_type"))], kinds)
+    require_known(
+        f"{source} must hold a model of a known type, not", [str(config.get("model_type"))], kinds
+    )
     described = find_folder(processor, DESCRIPTIONS) if processor else folder
     preprocessing = _preprocessing(find_file(str(described), "preprocessor_config.json"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(described, local_files_only=True)

@@ -47,8 +47,10 @@ class OutputMap(BlockFeatures):
     def __init__(self, policy: Policy, blocks: int, regions: Sequence[int] | None):
         super().__init__(policy, blocks, regions)
         if hasattr(policy.denoiser, "single_transformer_blocks"):
-            name = type(policy.denoiser).__name__
-            raise ValueError(f"DenoiserMap needs one stack, {name} has two: choose FirstBlocks")
+            raise ValueError(
+                f"DenoiserMap needs a denoiser with one stack of blocks, but "
+                f"{type(policy.denoiser).__name__} has two: choose FirstBlocks"
+            )
 
     @override
     def __call__(
@@ -87,8 +89,10 @@ class ConvHead(Head):
         dropout: Decay = 0.1,
     ):
         if not widths or any(width % groups for width in widths):
-            wanted = f"give at least one, each a multiple of groups, {groups}"
-            raise ValueError(f"widths are {list(widths)}; {wanted}")
+            raise ValueError(
+                f"widths are {list(widths)} and groups {groups}: give at least one width, each a "
+                "multiple of groups"
+            )
         self.channels, self.widths, self.groups, self.dropout = channels, widths, groups, dropout
 
     @override
@@ -96,8 +100,10 @@ class ConvHead(Head):
         """Build the network; raise ValueError if the features are no square maps."""
         side = isqrt(joint // self.channels)
         if self.channels * side**2 != joint:
-            reads = f"ConvHead reads square maps of {self.channels} channels, not {joint} numbers"
-            raise ValueError(f"{reads}: set channels to that of latents, or use another head")
+            raise ValueError(
+                f"ConvHead reads square maps of {self.channels} channels, but features have "
+                f"{joint} numbers: set channels to that of the latents, or use another head"
+            )
         return _Convolutions(self, side, len(dims))
 
 

@@ -126,8 +126,10 @@ class BlockFeatures:
         self.blocks, self.regions = blocks, regions
         fewest = min(len(stack) for stack in self.stacks)
         if not blocks < fewest:
-            most = f"{type(policy.denoiser).__name__} allows at most {fewest - 1}"
-            raise ValueError(f"blocks is {blocks}; {most}")
+            raise ValueError(
+                f"blocks is {blocks}; {type(policy.denoiser).__name__} has {fewest}, so it must be "
+                f"at most {fewest - 1}"
+            )
         self.share = blocks / fewest
 
     def __call__(
@@ -207,8 +209,11 @@ def find_stacks(denoiser: nn.Module) -> list[Any]:
         and name.count(".") <= 1
     ]
     if not found:
-        lacks = f"{type(denoiser).__name__} has no list of layers called {' or '.join(STACKS)}"
-        raise ValueError(f"a latent reward reads first blocks, but {lacks}")
+        raise ValueError(
+            "a latent reward reads the first blocks of a transformer, but "
+            f"{type(denoiser).__name__} "
+            f"has no list of layers called {' or '.join(STACKS)}"
+        )
     return found
 
 

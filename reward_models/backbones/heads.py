@@ -111,9 +111,11 @@ class PromptGated(Head):
             raise ValueError("PromptGated needs a backbone that reads prompts")
         known = [d for d in dims if d not in self.groups]
         for total, parts in self.groups.items():
-            require_known("groups name the dimension", (total, *parts), dims)
+            require_known("groups name the unknown dimension", (total, *parts), dims)
             if late := [d for d in parts if d not in known]:
-                raise ValueError(f"{total} weights {late} of later groups; reorder groups")
+                raise ValueError(
+                    f"{total} weights {late}, which come after it in groups; reorder groups"
+                )
             known.append(total)
         return _GatedTotals(self, joint, prompt, dims)
 

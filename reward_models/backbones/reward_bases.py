@@ -42,8 +42,10 @@ def choose_device(device: str) -> torch.device:
 def require_device(device: torch.device) -> None:
     """Raise ValueError if a network cannot be moved to the device; call it before weights load."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        there = f"this machine has {torch.cuda.device_count()} CUDA GPUs: set it to auto or cpu"
-        raise ValueError(f"device of a reward is {device}, but {there}")
+        raise ValueError(
+            f"device of a reward is {device}, but this machine has {torch.cuda.device_count()} "
+            "CUDA GPUs: set it to auto or cpu"
+        )
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,6 @@ class QwenYesNo(YesNoJudge):
 
 def _read_processor(folder: Path) -> Any:
     kind = read_object(folder / "config.json").get("model_type")
-    require_known(f"{folder} holds no judge but a", [str(kind)], ARCHITECTURES)
+    require_known(f"{folder} must hold a judge, not a model of type", [str(kind)], ARCHITECTURES)
     with explain_errors(f"{folder} has no processor", OSError):
         return transformers.AutoProcessor.from_pretrained(folder)

@@ -15,7 +15,7 @@ from anyio.from_thread import start_blocking_portal
 
 from flowalign.rewards.reward_client import read_retry_after
 from flowalign.types import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
-from flowalign.utils.errors import explain_errors, require_known
+from flowalign.utils.errors import require_known
 from flowalign.utils.files import parse_json
 from reward_models.chat.guards import AnswerCache, ChatError, CircuitBreaker, ServerDown
 
@@ -162,18 +162,26 @@ class _Session:
     async def check(self) -> None:
         """Raise ValueError if the server cannot be used."""
         url, model = self.server.url, self.server.model
-        start = f"start one, such as `vllm serve {model}`, or correct the url"
-        silence = f"no chat server answers at {url}; {start}"
-        with explain_errors(silence, httpx2.RequestError, TimeoutError):
+        try:
             async with asyncio.timeout(self.server.timeout):
                 response = await self.http.get("models")
+        except (httpx2.RequestError, TimeoutError) as error:
+            raise ValueError(
+                f"no chat server answers at {url} ({type(error).__name__}); start one, such as "
+                f"`vllm serve {model}`, or correct the url"
+            ) from error
         if response.status_code in (401, 403):
-            key = f"(HTTP {response.status_code}); key_variable is {self.server.key_variable}"
-            raise ValueError(f"{url} rejects the API key {key}")
-        status = f"HTTP {response.status_code}; is the version missing from the url?"
-        problem = f"{url}/models is not a list of models ({status})"
-        with explain_errors(problem, ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{url} rejects the API key (HTTP {response.status_code}); "
+                f"key_variable is {self.server.key_variable}"
+            )
+        try:
             names = [entry["id"] for entry in parse_json(response.content)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{url}/models is not a list of models (HTTP {response.status_code}); "
+                f"is the version missing from the url?"
+            ) from error
         require_known(f"{url} does not offer model", [model], names)
 
     async def ask(self, body: bytes) -> ChatAnswer:

@@ -114,8 +114,10 @@ def word_probabilities(answer: ChatAnswer, token: int, words: Sequence[str]) -> 
     total = sum(mass.values())
     if total < _LEAST_MASS:
         first, _ = max(likeliest, key=lambda one: one[1], default=("", 0.0))
-        found = f"together {total:.1%}, the likeliest is {first!r}"
-        raise Unparsable(f"none of {', '.join(words)} is likely: {found}")
+        raise Unparsable(
+            f"none of {', '.join(words)} is likely: together {total:.1%}, "
+            f"the likeliest is {first!r}"
+        )
     return [mass[word] / total for word in words]
 
 

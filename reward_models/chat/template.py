@@ -111,10 +111,11 @@ def _read_text(source: str) -> str:
             raise FileNotFoundError(path)  # reading a device would never end
         return path.read_text(encoding="utf-8")
     except (OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
-        names = ", ".join(sorted(p.stem for p in _FOLDER.glob("*.txt")))
-        known = f"a file, hub:owner/repository/path, package:name/path, or one of {names}"
-        why = f"template {source!r} cannot be read ({type(error).__name__})"
-        raise ValueError(f"{why}; give {known}") from error
+        names = sorted(p.stem for p in _FOLDER.glob("*.txt"))
+        raise ValueError(
+            f"template {source!r} cannot be read ({type(error).__name__}); give a file, "
+            f"hub:owner/repository/path, package:name/path, or one of {', '.join(names)}"
+        ) from error
 
 
 def encode_image(picture: Float[Tensor, "3 h w"]) -> str:

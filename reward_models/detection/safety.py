@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
-from flowalign.utils.errors import require_known
 from flowalign.utils.imports import import_optional
 from reward_models.backbones.pixels import sample_frames
 from reward_models.backbones.reward_bases import RuleReward, Verdict, to_uint8
@@ -28,7 +27,11 @@ class NudeNet(RuleReward, Loadable):
     """
 
     def __init__(self, unsafe: Sequence[str] = UNSAFE, num_frames: PositiveInt = 8):
-        require_known("unsafe of NudeNet names", unsafe or ["nothing"], CLASSES)
+        unknown = sorted(set(unsafe) - set(CLASSES))
+        if unknown or not unsafe:
+            raise ValueError(
+                f"unsafe classes of NudeNet are {list(unsafe)}; allowed: {', '.join(CLASSES)}"
+            )
         self.unsafe, self.num_frames = frozenset(unsafe), num_frames
         self.spec = RewardSpec(
             name="nudenet",

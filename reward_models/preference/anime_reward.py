@@ -47,8 +47,9 @@ class AnimeReward(NetworkReward):
     def declare(self) -> RewardSpec:
         """Return the declaration."""
         if not self.dims or len(set(self.dims)) < len(self.dims) or set(self.dims) - set(DIMS):
-            supported = f"supported are {', '.join(DIMS)}"
-            raise ValueError(f"dims of AnimeReward are {list(self.dims)}; {supported}")
+            raise ValueError(
+                f"dims of AnimeReward are {list(self.dims)}; supported are {', '.join(DIMS)}"
+            )
         return RewardSpec(
             name="anime_reward",
             dims=tuple(self.dims),

@@ -221,8 +221,10 @@ def read_tokenizer(source: str) -> Any:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent)
     found = tokenizer.encode(_END, add_special_tokens=False)
     if tuple(found) != TURN or tokenizer.bos_token_id is None:
-        wanted = f"{list(TURN)}, with a beginning-of-text token, as in InternLM2"
-        raise ValueError(f"the tokenizer of {source} ends a turn with {found}; it must be {wanted}")
+        raise ValueError(
+            f"the tokenizer of {source} encodes the end of a turn as {found}; it must be "
+            f"{list(TURN)}, with a beginning-of-text token, as in InternLM2"
+        )
     return tokenizer
 
 

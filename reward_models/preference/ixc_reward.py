@@ -36,8 +36,10 @@ class IXCReward(RuleReward, Loadable):
         device: str = "cuda",
     ):
         if not trust_remote_code:
-            remedy = "set trust_remote_code: true if you have read it; it needs transformers 4"
-            raise ValueError(f"{path} is code that runs on this machine; {remedy}")
+            raise ValueError(
+                f"{path} is code that runs on this machine; set trust_remote_code: true if you "
+                "have read it, and load it where transformers 4 is installed"
+            )
         if not question:
             raise ValueError("question of IXCReward is empty")
         self.path, self.question, self.hd_num, self.device = path, question, hd_num, device

@@ -168,9 +168,10 @@ class VideoReward(qwen2_vl.QwenReward):
         published = self.normalisation == "published"
         given = PUBLISHED if published else self.config.get("inference_config")
         if given is None:
-            remedy = "set normalisation to published or none"
-            file = f"{self.checkpoint}/model_config.json"
-            raise ValueError(f"{file} has no inference_config to normalise with; {remedy}")
+            raise ValueError(
+                f"{self.checkpoint}/model_config.json has no inference_config to normalise with; "
+                "set normalisation to published or none"
+            )
         return torch.tensor([[given[f"{dim}_{key}"] for dim in DIMS] for key in ("mean", "std")])
 
     def _chat(self, batch: MediaBatch, i: int) -> qwen2_vl.Chat:

@@ -62,8 +62,10 @@ class Checklist(Composed, ScreenedReward, Fittable):
         self.question_set = read_question_set(question_set)
         if bool(self.question_set.alignment) != (alignment is not None):
             remedy = "say which (`judge`, `omit` or a model)" if alignment is None else "use none"
-            weight = f"{self.question_set.name} has the weight {self.question_set.alignment}"
-            raise ValueError(f"{weight} of an alignment reward: {remedy}")
+            raise ValueError(
+                f"{self.question_set.name} gives an alignment reward the weight "
+                f"{self.question_set.alignment}: {remedy}"
+            )
         self._model = alignment if isinstance(alignment, RewardModel) else None
         if self._model and len(self._model.spec.dims) != 1:
             raise ValueError(f"alignment has {self._model.spec.dims}; it must have one dimension")
@@ -148,8 +150,10 @@ class Checklist(Composed, ScreenedReward, Fittable):
         """Return the dimensions that weights are fitted to; `items` adds them."""
         complete = not self.question_set.alignment or self.alignment != "omit"
         if not self.columns or not complete:
-            remedy = "set items: true, and an alignment other than omit"
-            raise ValueError(f"{self.question_set.name} has no scores of items to fit; {remedy}")
+            raise ValueError(
+                f"{self.question_set.name} has no scores of single items to fit; "
+                "set items: true, and an alignment other than omit"
+            )
         return self.columns
 
     def fit(

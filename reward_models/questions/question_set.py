@@ -64,11 +64,15 @@ class QuestionSet:
                 aspect is called `alignment` although an alignment reward has a weight.
         """
         given = [item.given for item in self.items if item.given]
-        require_known(f"{self.name}: an item has the condition", given, sorted(self.conditions))
+        require_known(
+            f"{self.name}: an item has the unknown condition", given, sorted(self.conditions)
+        )
         if not self.items or min(self.alignment, *(i.weight for i in self.items)) < 0:
             raise ValueError(f"{self.name} has no items, or a negative weight: yes must be better")
         if self.alignment and "alignment" in self.aspects:
-            raise ValueError(f"{self.name}: only the alignment reward may be called `alignment`")
+            raise ValueError(
+                f"{self.name}: the aspect name `alignment` is reserved for the alignment reward"
+            )
 
     @property
     def questions(self) -> list[str]:
@@ -195,9 +199,10 @@ def fit_question_set(
     """
     expected = len(question_set.items) + bool(question_set.alignment)
     if lead.shape[1] != expected or not 0 < held_out < 1:
-        share = f"held_out is {held_out}, and must be between 0 and 1"
-        count = f"{expected} features, not {lead.shape[1]}"
-        raise ValueError(f"{question_set.name} has {count}; {share}")
+        raise ValueError(
+            f"{question_set.name} has {expected} features, not {lead.shape[1]}; "
+            f"held_out is {held_out}, and must be between 0 and 1"
+        )
     order = torch.randperm(len(lead), generator=torch.Generator().manual_seed(seed))
     train = order < min(max(round(len(lead) * (1 - held_out)), 1), len(lead) - 1)
     weights = fit_weights(lead[train], preferred[train], ridge)

@@ -177,7 +177,9 @@ class _ClipT5(nn.Module):
             nn.Linear(vision.hidden_size, width), nn.GELU(), nn.Linear(width, width)
         )
         if not isinstance(vision.image_size, int):
-            raise ValueError(f"image_size is {vision.image_size}; it must be one number")
+            raise ValueError(
+                f"image_size of the image encoder is {vision.image_size}; it must be one number"
+            )
         self.image_size = vision.image_size
 
     def forward(
@@ -225,7 +227,9 @@ class YesNoOdds(Composed, ScreenedReward):
     def __init__(self, judge: QwenYesNo, questions: Mapping[str, str] | None = None):
         self.judge, self.questions = judge, dict(QUESTIONS if questions is None else questions)
         if not self.questions:
-            raise ValueError(f"questions of YesNoOdds are empty; usual are {list(QUESTIONS)}")
+            raise ValueError(
+                f"questions of YesNoOdds are empty; the defaults are {list(QUESTIONS)}"
+            )
         named = any("[[prompt]]" in question for question in self.questions.values())
         self.spec = RewardSpec(
             name="yes_no_odds",

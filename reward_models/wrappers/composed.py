@@ -83,7 +83,9 @@ def _require_images(wrapper: object, inner: RewardSpec) -> None:
 def _refuse_groups(wrapper: object, inner: RewardSpec) -> None:
     if "groups" in inner.needs:
         name = type(wrapper).__name__
-        raise ValueError(f"{name} scores images one by one; {inner.name} compares samples")
+        raise ValueError(
+            f"{name} scores images one by one; {inner.name} compares samples: choose another reward"
+        )
 
 
 def _score_frames(
@@ -172,14 +174,15 @@ class Gated(Composed, ScreenedReward):
         """Raise ValueError if the gate, or the score below its floor, is not defined."""
         super().__post_init__()
         reward, gate = self.reward.spec, self.gate.spec
-        require_known(f"dim of Gated is not of {gate.name}:", [self.dim], gate.dims)
+        require_known(f"dim of Gated must be one of {gate.name}, not", [self.dim], gate.dims)
         lowest = self.lowest = reward.scale[0] if self.below is None else self.below
         if not isfinite(lowest):
             remedy = f"set it, as {reward.name} has no lowest score"
             raise ValueError(f"below of Gated is {lowest:g}; it must be finite: {remedy}")
         if {reward.modality, gate.modality} == {"image", "video"}:
-            other = f"{gate.name} {gate.modality}s"
-            raise ValueError(f"{reward.name} scores {reward.modality}s, {other}")
+            raise ValueError(
+                f"{reward.name} scores {reward.modality}s, {gate.name} {gate.modality}s"
+            )
         rule = f"{self.dim} >= {self.floor:g} of {gate.fingerprint()}, else {lowest:g}"
         self.spec = RewardSpec(
             name=f"{reward.name}_gated",

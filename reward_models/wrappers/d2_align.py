@@ -108,8 +108,10 @@ def read_listing(folder: str) -> list[tuple[Path, str]]:
     """
     listing = Path(folder) / "metadata.jsonl"
     if not listing.is_file():
-        remedy = f"sample the initial policy with flowalign sample RUN.yaml --out {folder}"
-        raise ValueError(f"media of D2Align is {folder!r} without metadata.jsonl: {remedy}")
+        raise ValueError(
+            f"media of D2Align is {folder!r}, which has no metadata.jsonl: make images of the "
+            f"initial policy with flowalign sample RUN.yaml --out {folder}"
+        )
     with explain_shape(listing, "every line needs file_name and prompt"):
         rows = [row for _, row in read_objects(listing)]
         found = [(Path(folder) / row["file_name"], str(row["prompt"])) for row in rows]

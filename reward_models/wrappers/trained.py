@@ -78,7 +78,7 @@ class TrainedReward(NetworkReward, Refreshable):
         self.backbone: Backbone = _build(Backbone, self.config["backbone"], self.path)
         self.backbone.load()
         wanted, found = self.config["backbone_fingerprint"], self.backbone.fingerprint
-        _require_fingerprint(self.path, "the backbone", wanted, found)
+        _require_fingerprint(self.path, "a backbone", wanted, found)
         tensors = read_tensors(self.weights)
         self.rater = build_rater(self.config, tensors, self.path)
         whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
@@ -119,8 +119,10 @@ class TrainedReward(NetworkReward, Refreshable):
 def _require_fingerprint(path: str, what: str, wanted: str, found: str) -> None:
     """Raise ValueError if frozen weights are not those of the training."""
     if wanted != found:
-        here = f"{what} here: {found}"
-        raise ValueError(f"{path} was trained on weights with fingerprint {wanted}, not {here}")
+        raise ValueError(
+            f"{path} was trained on {what} with fingerprint {wanted}; the fingerprint here is "
+            f"{found}"
+        )
 
 
 def _read_needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
@@ -138,8 +140,10 @@ def read_description(path: Path, trusted: Sequence[str], noisy: bool = False) ->
     config = _read_config(path)
     if noisy != ("noise" in config):
         other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
-        scores = "finished samples" if noisy else "noisy latents"
-        raise ValueError(f"{path.parent} scores {scores}: load it with reward_models.{other}")
+        raise ValueError(
+            f"{path.parent} scores {'finished samples' if noisy else 'noisy latents'}: load it "
+            f"with reward_models.{other}"
+        )
     # The policy of a latent reward's backbone is not built, so it may be of any package.
     backbone = {"class_path": config["backbone"]["class_path"]}
     named = {"head": config["head"], "backbone": backbone if noisy else config["backbone"]}

@@ -71,5 +71,5 @@ def test_a_prompt_of_a_listing_may_hold_any_character_except_a_line_feed(tmp_pat
 def test_other_rewards_and_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="choose PickScore, HPSv2 or CLIPScore"):
         D2Align(JpegSize(), str(tmp_path))
-    with pytest.raises(ValueError, match=r"without metadata\.jsonl: sample"):
+    with pytest.raises(ValueError, match=r"has no metadata\.jsonl: make images"):
         D2Align(PickScore(PICK, PICK, device="cpu"), str(tmp_path)).load()

@@ -81,7 +81,7 @@ def test_a_prefix_is_read_from_the_file(tmp_path):
 
 def test_other_files_and_tokens_are_refused(release, monkeypatch):
     monkeypatch.setattr(internvl2, "TURN", (1, 2))
-    with pytest.raises(ValueError, match="ends a turn with"):
+    with pytest.raises(ValueError, match="encodes the end of a turn as"):
         read_tokenizer(str(release))
     (release / "tokenizer.model").write_bytes(b"\x0a\xff")
     with pytest.raises(ValueError, match="is no sentencepiece model"):

@@ -174,5 +174,5 @@ def test_another_tokenizer_is_refused_and_settings_enter_the_fingerprint(monkeyp
     other = [{"dtype": "bfloat16"}, {"base": FOLDER}, {"temperature": 2.0}, {"criteria": True}]
     check_fingerprints([tiny(), *(tiny(**settings) for settings in other)])
     monkeypatch.setattr(internvl2, "TURN", (92542, 92543, 525, 11353, 364))
-    with pytest.raises(ValueError, match="ends a turn with"):
+    with pytest.raises(ValueError, match="encodes the end of a turn as"):
         tiny().load()

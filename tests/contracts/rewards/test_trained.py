@@ -275,7 +275,7 @@ def test_a_backbone_with_other_weights_is_refused(trained, tmp_path, clip):
     save_file(weights, other / "open_clip_model.safetensors")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace(str(clip), str(other)))
-    with pytest.raises(ValueError, match="was trained on weights with fingerprint"):
+    with pytest.raises(ValueError, match="was trained on a backbone with fingerprint"):
         TrainedReward(str(folder), device="cpu").load()
 
 
@@ -417,7 +417,7 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
         ({"head": {"class_path": "reward_models.backbones.heads.MLQ"}}, "MLQ"),
         (
             {"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
-            "does not read 'ranks'; did you mean 'ratings'",
+            "reads ratings, not ranks",
         ),
     ],
 )
@@ -584,7 +584,7 @@ def test_media_of_different_shapes_keep_their_order(monkeypatch):
 
 def test_backbones_refuse_what_they_cannot_do(clip):
     with pytest.raises(
-        ValueError, match=r"it must be of image and source, as the encoder reads no prompts"
+        ValueError, match=r"EfficientNet reads no prompts; its joint must be \[image\]"
     ):
         PooledFrames(EfficientNet())
     with pytest.raises(ValueError, match="num_frames of PooledFrames is 0"):
