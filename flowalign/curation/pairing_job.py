@@ -53,7 +53,7 @@ class PairingJob:
         """Raise ValueError for a mask that no sample has."""
         known = sorted({name for medium in self.table.media for name in medium.maps})
         if self.mask is not None:
-            require_known("--mask names the reward without maps", [self.mask], known)
+            require_known("--mask must name a reward with maps, not", [self.mask], known)
 
     @cached_property
     def total(self) -> Float[Tensor, "n"]:

@@ -119,8 +119,11 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> ScoreTable:
         scores.append([_score(fields, dim, row.where) for dim in dims])
         fingerprints.setdefault(str(fields.get("fingerprint") or ""), row.where)
     if len(fingerprints) > 1:
-        found = [f"{at}: {of[:80] or 'no fingerprint'}" for of, at in fingerprints.items()][:2]
-        raise ValueError("\n".join([f"{path} holds scores of different models:", *found]))
+        (one, there), (other, here) = list(fingerprints.items())[:2]
+        raise ValueError(
+            f"{path} holds scores of different models, which cannot be compared:\n"
+            f"{there}: {one[:80] or 'no fingerprint'}\n{here}: {other[:80] or 'no fingerprint'}"
+        )
     values = torch.tensor(scores, dtype=torch.float64)
     return ScoreTable(dims, media, values, next(iter(fingerprints)))
 

@@ -133,8 +133,10 @@ def _read_file(path: str) -> list[tuple[str, Request]]:
         return _read_rows(FileRows([file], path))
     if kind not in (*_LINES, *_TEXTS):
         tables = ", ".join((*_LINES, *_TABLES))
-        known = f"one prompt per line (.txt or no ending), or a column `prompt` ({tables})"
-        raise ValueError(f"prompts file {path!r} is a {kind}; it must have\n{known}")
+        raise ValueError(
+            f"prompts file {path!r} must be text with one prompt per line (.txt or no ending), or\n"
+            f"rows with a column `prompt` ({tables}): got {kind}. Rename or convert it"
+        )
     stamp = (file.stat().st_mtime_ns, file.stat().st_size)
     return _make_requests(_read_lines(path, file, stamp), file.parent)
 
@@ -227,7 +229,9 @@ def _parse_request(row: Any, folder: Path, where: str) -> Request:
         texts = [name for name, value in fields.items() if isinstance(value, str)]
         name = re.split(r"(?: row |:)\d+$", where)[0]
         hint = f"\nname the column of the prompts, such as {name}:{texts[0]}" if texts else ""
-        raise ValueError(f"{where}: expected a text field 'prompt', got {row!s:.60}{hint}")
+        raise ValueError(
+            f"{where}: expected an object with a text field 'prompt', got {row!s:.60}{hint}"
+        )
     named, masked = ([n for n in names if n in fields] for names in (_REFERENCES, _MASKS))
     for names in (named, masked):
         if len(names) > 1:

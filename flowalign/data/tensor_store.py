@@ -255,8 +255,10 @@ def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
     with _open_file(path) as file:
         found = (file.metadata() or {}).get(_ENCODER)
         if found != encoder:
-            other = f"{path} was encoded by {found}, the policy has {encoder}"
-            raise MediaProblem(f"latent of another encoder: {other}")
+            raise MediaProblem(
+                f"latent of another encoder: {path} was encoded by {found}, "
+                f"the policy has {encoder}"
+            )
         return file.get_tensor(_NAME)
 
 

@@ -127,7 +127,7 @@ class Asks(RewardModel):
 
 WRONG = {
     "unmapped": ({"data": [{"file": "a.png"}]}, r"such as columns=\{'image': 'file'\}"),
-    "prompts": ({"data": [{"image": "a.png"}]}, r"or give columns=\{'prompt': "),
+    "prompts": ({"data": [{"image": "a.png"}]}, r"or name their column: columns=\{'prompt': "),
     "batch": ({"batch_size": 0}, "^batch_size is 0; it must be at least 1"),
     "limit": ({"limit": 0}, "^limit is 0; it must be at least 1"),
     "share": ({"max_failed_fraction": 3.0}, "^max_failed_fraction is 3.0; it must be at least 0"),

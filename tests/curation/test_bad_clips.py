@@ -141,8 +141,8 @@ def test_clips_of_a_lower_rate_than_the_policys_are_refused_with_what_to_do(tmp_
         stored(path, new_learner(of_frames(FRAMES, 16.0)))
     told = str(refused.value)
     assert "1 too few frames: " in told
-    assert "0.mp4 has none between 0.000 and 0.125 s: " in told
-    assert "policy.video.fps to 8, not 16" in told
+    assert "0.mp4 has none between 0.000 and 0.125 s, but 16 per second are needed: " in told
+    assert "policy.video.fps to 8" in told
     assert len(stored(path, new_learner(of_frames(FRAMES, 8.0))).examples) == 1
 
 

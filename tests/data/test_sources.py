@@ -153,7 +153,7 @@ def test_a_column_map_of_the_command_line_is_parsed():
         (PAIRS, {"promt": "prompt"}, "reads no column 'promt'; did you mean 'prompt'"),
         ([], None, "dataset holds no row"),
         ([3], None, "row 1 is a int, not a dictionary"),
-        (iter(PAIRS), None, r"of type list_iterator; it must be .*give list\("),
+        (iter(PAIRS), None, r"list_iterator. An iterator can be read once only: give list\("),
         ({"prompt": ["a"]}, None, r"dictionary of columns \['prompt'\]. Give Dataset.from_dict"),
         (
             lambda: datasets().DatasetDict(train=table_of(PAIRS)),
@@ -211,7 +211,7 @@ def test_prompts_come_from_lists_and_datasets(tmp_path):
     for source, said in (
         ([], "'dataset' holds no prompt"),
         (["a", " "], r"prompts\[1\] is ' '; expected a prompt"),
-        ([{"caption": "a"}], "dataset row 1: expected a text field 'prompt'"),
+        ([{"caption": "a"}], "dataset row 1: expected an object with a text field 'prompt'"),
         (["a", {"prompt": "b"}], "dataset row 1 is a str, not a dictionary"),
     ):
         with pytest.raises(ValueError, match=said):

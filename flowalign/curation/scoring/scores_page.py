@@ -152,8 +152,10 @@ def average_prompts(rows: Iterable[Row], prefix: str) -> list[dict[str, Any]]:
     scores: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if not row["prompt"] or row.get(REFERENCES):
-            wrong = f"record {row['record']} has {'references' if row['prompt'] else 'no prompt'}"
-            raise ValueError(f"{wrong}; --summarize averages samples of one prompt alone")
+            raise ValueError(
+                f"record {row['record']} has {'references' if row['prompt'] else 'no prompt'}; "
+                "--summarize averages samples of one prompt without references"
+            )
         found = scores.setdefault(row["prompt"], {})
         for dim in dims_of(row):
             if row[dim] is not None:

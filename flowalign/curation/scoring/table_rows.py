@@ -66,8 +66,9 @@ def check_prompts(dataset: Dataset, models: Sequence[RewardModel]) -> None:
     first = itertools.islice(dataset, _LOOKED_AT) if asking else ()
     if asking and not any(record.prompt or record.problem for record in first):
         raise ValueError(
-            f"{dataset.name} has no prompts, which {', '.join(asking)} needs: write each into a\n"
-            "text file with the name of its image, or give --columns prompt=COLUMN"
+            f"{dataset.name} has no prompts, which {', '.join(asking)} needs. Write each into a\n"
+            "text file with the name of its image, list them in metadata.csv (file_name,prompt),\n"
+            "or name their column: --columns prompt=COLUMN"
         )
 
 

@@ -132,8 +132,10 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "n F"]:
             row.fill_(1.0)
         for segment in pair.segments:
             if not 0 <= segment.start < segment.stop <= frames:
-                span = f"segment {segment.start} to {segment.stop}"
-                raise ValueError(f"{pair.where}: {span} lies outside the {frames} latent frames")
+                raise ValueError(
+                    f"{pair.where}: segment {segment.start} to {segment.stop} lies outside the "
+                    f"{frames} latent frames"
+                )
             row[segment.start : segment.stop] = segment.label
     return torch.cat([labels, -labels])
 

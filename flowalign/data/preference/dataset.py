@@ -120,8 +120,10 @@ class PreferenceDataset:
         if not usable:
             reasons = [line[:_LONGEST] for line in report.lines()[:3]]
             told = "\n".join(reasons or ["they give no examples"])
-            first = f"the first {_CHECKED} rows of {rows.name!r}"
-            raise ValueError(f"recipe.data: none of {first} can be used as {self.kind}:\n{told}")
+            raise ValueError(
+                f"recipe.data: none of the first {_CHECKED} rows of {rows.name!r} can be used as "
+                f"{self.kind}:\n{told}"
+            )
         return usable
 
     def _read(self, rows: Dataset, labelled: bool, keep: Keep, report: DropReport) -> list[Example]:

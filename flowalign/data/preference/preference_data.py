@@ -253,8 +253,10 @@ class GapWeights:
     def __post_init__(self) -> None:
         """Raise ValueError for settings that give every pair weight 0."""
         if not self.scores or not self.alpha > 1:
-            given = f"scores {dict(self.scores)}, alpha {self.alpha}"
-            raise ValueError(f"data.weighting: {given}; need a dimension, and alpha above 1")
+            raise ValueError(
+                f"data.weighting: scores {dict(self.scores)}, alpha {self.alpha}; "
+                "need at least one dimension, and alpha above 1"
+            )
 
     def weigh(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the pairs with their weights multiplied by the weight of their gap.
@@ -272,6 +274,6 @@ class GapWeights:
         return [replace(p, weight=p.weight * w) for p, w in zip(pairs, weights, strict=True)]
 
     def _score(self, sample: Sample, pair: Pair) -> float:
-        needs = f"{pair.where}: data.weighting.scores names the missing score"
+        needs = f"{pair.where}: data.weighting.scores needs a score that is missing,"
         require_known(needs, self.scores, sample.scores)
         return sum(weight * sample.scores[dim] for dim, weight in self.scores.items())

@@ -136,8 +136,9 @@ def _detect(name: str, columns: frozenset[str], schemas: Sequence[Schema]) -> Sc
         near = min(schemas, key=lambda schema: len(schema.missing(columns)))
         names = near.missing(columns)[0].split("|")
         wanted = "image" if "image" in names else names[0]
-        remedy = f"map a column, such as --columns {wanted}={min(columns - NAMES or columns)}"
-        lacks = f"{near.name} lacks {', '.join(near.missing(columns))}: {remedy}"
-        there = ", ".join(sorted(columns))
-        raise ValueError(f"no schema fits the columns {there} of {name};\n{lacks}")
+        raise ValueError(
+            f"no schema fits the columns {', '.join(sorted(columns))} of {name};\n{near.name} "
+            f"lacks {', '.join(near.missing(columns))}: map a column, such as "
+            f"--columns {wanted}={min(columns - NAMES or columns)}"
+        )
     return (published or found)[0]

@@ -257,8 +257,10 @@ def _mmrb2(rows: Sequence[Fields], default_id: str) -> Record:
 
 def _take_only(media: Sequence[Media], side: str) -> Media:
     if len(media) != 1:
-        only = "only pairs of one image each are read, the tasks t2i and edit"
-        raise RowProblem(f"{side} has {len(media)} images; {only}")
+        raise RowProblem(
+            f"{side} has {len(media)} images; only pairs of one image each are read, "
+            "the tasks t2i and edit"
+        )
     return media[0]
 
 

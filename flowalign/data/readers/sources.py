@@ -167,8 +167,10 @@ class ObjectRows(RowSource):
             remedy = "Give one of them" if kind == "splits" else "Give Dataset.from_dict(...)"
             raise ValueError(f"the dataset is a dictionary of {kind} {list(content)}. {remedy}")
         if isinstance(content, Iterator) or not isinstance(content, Iterable):
-            wanted = "a path, a list of dictionaries or a dataset of `datasets`; give list(...)"
-            raise ValueError(f"a dataset is of type {type(content).__name__}; it must be {wanted}")
+            raise ValueError(
+                f"a dataset must be a path, a list of dictionaries or a dataset of `datasets`, got "
+                f"{type(content).__name__}. An iterator can be read once only: give list(...)"
+            )
 
     @override
     def __iter__(self) -> Iterator[Row]:
@@ -206,8 +208,10 @@ def _has_transform(content: Any) -> bool:
 def _open_hub(name: str) -> ObjectRows:
     """Open a dataset of the Hugging Face Hub as a stream; offline, open its downloaded copy."""
     if not (parts := _HUB.match(name)):
-        form = "hub:OWNER/NAME:SPLIT, or hub:OWNER/NAME@REVISION:SPLIT"
-        raise ValueError(f"{name!r} is no dataset of the Hub; write {form}")
+        raise ValueError(
+            f"{name!r} is no dataset of the Hub; write hub:OWNER/NAME:SPLIT, or "
+            "hub:OWNER/NAME@REVISION:SPLIT"
+        )
     library = import_optional("datasets", "data")
     from huggingface_hub import constants
 

@@ -163,7 +163,9 @@ def read_safetensors_path(row: Fields, name: str) -> str:
     """Return the path of a safetensors file; raise RowProblem for any other ending."""
     value = row.text(name)
     if not value.endswith(".safetensors"):
-        raise RowProblem(f"{name} is {value!r}; convert it to .safetensors, not a pickle")
+        raise RowProblem(
+            f"{name} is {value!r}; convert it to .safetensors; pickle is not supported"
+        )
     return str(row.root / value)
 
 

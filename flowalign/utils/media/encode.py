@@ -65,7 +65,9 @@ def write_clip(
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
     if ending == ".gif" and fps > _MOST_OF_GIF:
-        raise ValueError(f"{path}: GIF has at most {_MOST_OF_GIF} frames per second, got {fps:g}")
+        raise ValueError(
+            f"{path}: GIF supports up to {_MOST_OF_GIF} frames per second, got {fps:g}"
+        )
     height, width = frames.shape[-2:]
     if ending == ".mp4" and max(height, width) > EXACT and (height % 2 or width % 2):
         raise ValueError(f"{path}: MP4 needs even sides, got {width} x {height}; .webm takes any")

@@ -249,10 +249,12 @@ def sample_at_rate(shown: Iterable[TimedFrame], fps: float, name: str) -> Iterat
         while (moment := start + count / fps) <= one.second + _CLOSE:
             nearest = one if one.second - moment < moment - before.second - _CLOSE else before
             if nearest.second <= used:
-                gap = f"{before.second - start:.3f} and {one.second - start:.3f} s"
-                rate = f"{1 / (one.second - before.second):g}, not {fps:g}"
-                remedy = f"remove the file, or set policy.video.fps to {rate}"
-                raise MediaProblem(f"too few frames: {name} has none between {gap}: {remedy}")
+                raise MediaProblem(
+                    f"too few frames: {name} has none between {before.second - start:.3f} and "
+                    f"{one.second - start:.3f} s, but {fps:g} per second are needed: "
+                    "remove the file, or set policy.video.fps to "
+                    f"{1 / (one.second - before.second):g}"
+                )
             yield nearest
             used, count = nearest.second, count + 1
         before, shown_so_far = one, shown_so_far + 1

@@ -171,7 +171,7 @@ def test_a_clip_whose_writing_fails_on_the_way_leaves_nothing(tmp_path, monkeypa
         ("a.mpg", (8, 8), 8.0, r"a.mpg must end in one of .mp4, .webm, .gif, .webp"),
         ("a.mp4", (65, 96), 8.0, "MP4 needs even sides, got 96 x 65"),
         ("a.gif", (8, 8), 0.0, "0.0 frames per second is not a frame rate"),
-        ("a.gif", (8, 8), 101.0, "a.gif: GIF has at most 100 frames per second, got 101"),
+        ("a.gif", (8, 8), 101.0, "a.gif: GIF supports up to 100 frames per second, got 101"),
         (".", (8, 8), 8.0, "exists; frames are written to a new folder"),
     ],
 )
@@ -208,7 +208,7 @@ def test_no_frame_is_taken_twice():
     with pytest.raises(MediaProblem, match=r"too few frames: x has none between 0.000 and 0.125 s"):
         chosen([i / 8 for i in range(9)], 16)
     gap = [0.0, 0.1, 0.2, 0.55, 0.65]
-    with pytest.raises(MediaProblem, match=r"none between 0.200 and 0.550 s: .*, not 10"):
+    with pytest.raises(MediaProblem, match=r"none between 0.200 and 0.550 s, but 10 per second"):
         chosen(gap, 10)
     assert chosen(gap, 10, 3) == [0, 1, 2], "before the gap"
     assert chosen([0.0], 10) == [0]
