@@ -153,7 +153,10 @@ def find_fittable(models: Sequence[RewardModel], source: str) -> Fittable:
     found = [model for model in models if isinstance(model, Fittable)]
     if len(found) != 1:
         names = ", ".join(model.spec.name for model in models)
-        raise ValueError(f"{source} has {len(found)} rewards to fit, not one; it has {names}")
+        raise ValueError(
+            f"{source} has {len(found)} rewards with weights to fit; it must have one; "
+            f"its rewards: {names}"
+        )
     return found[0]
 
 

@@ -122,8 +122,9 @@ def _check(
     for (dim, kind), some in zip(kinds.items(), given.tolist(), strict=True):
         if not some:
             named = sorted({name for record in records for name in getattr(record, kind)})
-            there = f"the data have {kind} of {named or 'nothing'}"
-            raise ValueError(f"no record has {kind} of {dim!r}; {there}")
+            raise ValueError(
+                f"no record has {kind} of {dim!r}; the data have {kind} of {named or 'nothing'}"
+            )
 
 
 def _request_key(record: Record) -> str:

@@ -84,7 +84,9 @@ class RewardRun:
         if not self.dimensions or not self.data:
             raise ValueError("dimensions and data must each have at least one entry")
         if self.held_out + self.test >= 1:
-            raise ValueError(f"held_out is {self.held_out}, test {self.test}; need a sum below 1")
+            raise ValueError(
+                f"held_out is {self.held_out} and test {self.test}; their sum must be below 1"
+            )
         reads = f"the backbone {type(self.backbone).__name__} reads"
         if not isinstance(self.backbone, NoisyBackbone):
             require_default(self, "", f"{reads} finished samples", "times")
@@ -178,8 +180,10 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
 def _check_failures(run: RewardRun, problems: Sequence[str], total: int, what: str) -> None:
     """Raise ValueError if more than `max_failed_fraction` of the records or samples failed."""
     if len(problems) > run.max_failed_fraction * total:
-        share = f"(max_failed_fraction {run.max_failed_fraction:g})"
-        raise ValueError(f"{len(problems)} of {total} {what} {share}; the first: {problems[0]}")
+        raise ValueError(
+            f"{len(problems)} of {total} {what} (max_failed_fraction "
+            f"{run.max_failed_fraction:g}); the first: {problems[0]}"
+        )
 
 
 def embed_preferences(

@@ -231,8 +231,10 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
     gives = rater.eval()(features.take(torch.tensor([0]))).log_variance is not None
     wants = [n for n, d in dimensions.items() if d.loss.needs_variance]
     if wants and not gives:
-        names = ", ".join(wants)
-        raise ValueError(f"the loss of {names} needs a variance: set head uncertainty to true")
+        raise ValueError(
+            f"the loss of {', '.join(wants)} needs a head that predicts a variance: "
+            "set its uncertainty to true"
+        )
     if gives and not wants:
         remedy = "set it to false, or use the loss Uncertainty or Thurstone"
         raise ValueError(f"no loss trains the head's uncertainty: {remedy}")

@@ -20,7 +20,6 @@ from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.losses import LabelKind, RewardLoss, label_pairs
 from flowalign.training.matching.states import Times
 from flowalign.types import HeadNetwork, NoisyBackbone
-from flowalign.utils.errors import require_known
 from flowalign.utils.ranges import PositiveFloat, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -38,7 +37,11 @@ class Dimension:
     def __post_init__(self) -> None:
         """Reject labels that the loss cannot read, and a weight that is not positive."""
         require_ranges(self, "dimension")
-        require_known(f"{type(self.loss).__name__} does not read", [self.labels], self.loss.reads)
+        if self.labels not in self.loss.reads:
+            raise ValueError(
+                f"{type(self.loss).__name__} reads {' or '.join(self.loss.reads)}, "
+                f"not {self.labels}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

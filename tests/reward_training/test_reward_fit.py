@@ -94,7 +94,7 @@ def test_what_cannot_be_fitted_is_refused_by_name(tmp_path, options, names, colu
 def test_a_list_without_a_reward_that_can_be_fitted_is_refused(tmp_path):
     folder = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0), ((0, 1, 0), (1, 0, 1), 1)])
     given = ("--humans", "rank/overall", "--out", tmp_path / "out.json")
-    with pytest.raises(ValueError, match="has 0 rewards to fit"):
+    with pytest.raises(ValueError, match="has 0 rewards with weights to fit"):
         run(folder, "--rewards", "reward_models.JpegSize", *given)
     one = table(tmp_path, [((1, 1, 1), (0, 0, 0), 0)])
     with pytest.raises(ValueError, match="has 1 scored pairs in rank/overall; 2 are needed"):

@@ -427,7 +427,7 @@ def test_gradients_that_are_not_finite_end_the_training_with_advice():
 
 def test_uncertainty_is_wanted_by_the_loss_exactly_if_the_head_gives_it():
     x, labels = noisy(50)
-    with pytest.raises(ValueError, match="the loss of quality needs a var"):
+    with pytest.raises(ValueError, match="the loss of quality needs a head that predicts a var"):
         trainer(x, labels, {"quality": Dimension(loss=Thurstone())})
     with pytest.raises(ValueError, match="no loss trains the head's uncertainty"):
         trainer(x, labels, {"quality": Dimension(loss=BradleyTerry())}, Linear(uncertainty=True))
@@ -436,12 +436,8 @@ def test_uncertainty_is_wanted_by_the_loss_exactly_if_the_head_gives_it():
 def test_nonsense_is_refused_where_it_is_said():
     ties = BradleyTerryTies()
     for what, settings, message in (
-        (Dimension, {"loss": Regression()}, "Regression does not read 'ranks'"),
-        (
-            Dimension,
-            {"loss": ties, "labels": "votes"},
-            "Ties does not read 'votes'; there are ranks",
-        ),
+        (Dimension, {"loss": Regression()}, "Regression reads ratings, not ranks"),
+        (Dimension, {"loss": ties, "labels": "votes"}, "Ties reads ranks or ratings, not votes"),
         (Dimension, {"loss": ties, "weight": 0.0}, r"dimension\.weight is 0"),
         (Schedule, {"epochs": 0}, r"schedule\.epochs is 0"),
         (Ordinal, {"levels": [2, 1]}, "at least two, in increasing order"),
@@ -529,10 +525,10 @@ def test_heads_refuse_what_they_cannot_be_built_for():
     head = PromptGated({"overall": ["a", "b"]})
     with pytest.raises(ValueError, match="a backbone that reads prompts"):
         head.build(4, 0, ["a", "b", "overall"])
-    with pytest.raises(ValueError, match=r"groups name the dimension 'b'"):
+    with pytest.raises(ValueError, match=r"groups name the unknown dimension 'b'"):
         head.build(4, 2, ["a", "overall"])
     late = PromptGated({"overall": ["a", "part"], "part": ["a", "b"]})
-    with pytest.raises(ValueError, match="of later groups"):
+    with pytest.raises(ValueError, match="which come after it"):
         late.build(4, 2, ["a", "b", "part", "overall"])
     for wrong, given, settings, why in (
         (PromptGated, {"overall": ["a"]}, {}, "at least two dimensions"),
