@@ -53,8 +53,10 @@ class Evaluations:
             RuntimeError: This process has not evaluated the network yet.
         """
         if self._last is None:
-            remedy = "give each process at least one"
-            raise RuntimeError(f"a process without examples has no sharded backward pass: {remedy}")
+            raise RuntimeError(
+                "a process without any example cannot take part in the backward pass of sharded "
+                "weights: give each process at least one"
+            )
         args, kwargs = self._last
         with torch.enable_grad():
             made = self.network(*args, **kwargs)
@@ -231,5 +233,7 @@ def expect_all_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = "another process of this run ended or cannot be reached, so this one ends as well"
-        raise ConnectionError(f"{lost}: {str(error).splitlines()[0]}") from error
+        raise ConnectionError(
+            "another process of this run ended or cannot be reached, so this process ends as well: "
+            f"{str(error).splitlines()[0]}"
+        ) from error

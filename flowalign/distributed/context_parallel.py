@@ -35,8 +35,10 @@ class Context:
 def check_degree(degree: int, world: int, name: str = "context_degree") -> None:
     """Raise ValueError if the processes cannot be divided into groups of `degree`."""
     if world % degree:
-        allowed = f"does not divide {world} processes; allowed here: {list_divisors(world)}"
-        raise ValueError(f"sharding.{name} is {degree}, which {allowed}")
+        raise ValueError(
+            f"sharding.{name} is {degree}, which does not divide the number of processes, {world}: "
+            f"give it or --processes another value; allowed here: {list_divisors(world)}"
+        )
 
 
 def list_divisors(*numbers: int) -> str:

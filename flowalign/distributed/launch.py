@@ -55,8 +55,10 @@ def starts_others(processes: int, launched: bool = False) -> bool:
         return launched or processes > 1
     started = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if str(processes) not in ("1", started):
-        why = f"a launcher that sets RANK has started {started}"
-        raise ConfigError(f"--processes is {processes}, but {why}: leave it out, or unset RANK")
+        raise ConfigError(
+            f"--processes is {processes}, but RANK is set, so a launcher has started {started}: "
+            "leave out --processes, or unset RANK"
+        )
     return False
 
 

@@ -203,8 +203,10 @@ def check_fits(processes: int, device: str = "auto") -> None:
     on_gpu = _device_type(device) == "cuda"
     most = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
     if processes > most:
-        there = f"{most} {'GPU' if on_gpu else 'CPU core'}{'s' * (most > 1)}; give at most {most}"
-        raise ValueError(f"--processes is {processes}, but this machine has {there}")
+        raise ValueError(
+            f"--processes is {processes}, but this machine has {most} "
+            f"{'GPU' if on_gpu else 'CPU core'}{'s' * (most > 1)}; give at most {most}"
+        )
 
 
 def join(device: str = "auto", context_degree: int = 1) -> Processes:

@@ -81,8 +81,6 @@ def test_ranks_of_a_group_in_different_calls_are_told_instead_of_waiting(tmp_pat
 
 
 def test_ranks_that_would_be_left_over_are_refused():
-    with pytest.raises(
-        ValueError, match=r"context_degree is 2, which does not divide 1 processes; "
-    ):
+    with pytest.raises(ValueError, match=r"context_degree is 2, which does not divide .* 1: "):
         join("cpu", 2)
     assert list_divisors(12, 20) == "1, 2, 4"
