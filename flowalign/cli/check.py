@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
         "--gpu needs --gpus N",
         "--costs needs --gpus N",
         "--reward-seconds needs --gpus N",
-        "--gpus needs --gpu TYPE or --costs FILE",
+        "--gpus needs --gpu TYPE or --costs FILE: a type is for example h100-80gb",
         "--gpus excludes --processes: it starts one process per GPU",
     )
 

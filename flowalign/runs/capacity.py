@@ -14,7 +14,6 @@ from flowalign.runs.planning import GPUS, Gpu, parts_of, plan_step
 from flowalign.runs.run_memory import peak, size
 from flowalign.training.recipe import RecipePlan, StepWork
 from flowalign.types import ModelPlan
-from flowalign.utils.errors import explain_errors
 from flowalign.utils.files import read_object
 
 DECODE_PASSES = 3
@@ -144,10 +143,14 @@ def read_costs(path: str) -> UnitCosts:
     Raises:
         ValueError: The file has none.
     """
-    problem = f"--costs {path} has no unit costs, write it with flowalign bench CONFIG --out FILE"
-    with explain_errors(problem, OSError, KeyError, ValueError, TypeError):
+    try:
         values = read_object(Path(path))
         found = {name: float(values[MEASURED + name]) for name in UnitCosts.__dataclass_fields__}
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"--costs {path} has no unit costs ({error}): write it with "
+            "flowalign bench CONFIG --out FILE"
+        ) from error
     return UnitCosts(**found)
 
 

@@ -32,9 +32,10 @@ def check_processes(run: Run, prompts: int, processes: int) -> None:
     check_fits(processes, run.device)
     check_world(run.sharding, processes)
     if prompts < run.sharding.groups(processes):
-        most = f"evaluation has {prompts} samples"
-        allowed = f"give at most {prompts * run.sharding.context_degree}"
-        raise ValueError(f"--processes is {processes}, but {most}; {allowed}")
+        raise ValueError(
+            f"--processes is {processes}, but evaluation has {prompts} samples; "
+            f"give at most {prompts * run.sharding.context_degree}"
+        )
 
 
 def evaluate_weights(

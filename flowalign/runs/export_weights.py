@@ -37,8 +37,10 @@ def find_trained(source: Path, averaged: bool) -> Trained:
     folder = checkpoint.latest(source / "checkpoints") or source
     home = folder if (folder / "config.yaml").is_file() else folder.parent
     if not (home / "config.yaml").is_file() or not (home / "state").is_dir():
-        lacks = "it has no checkpoints/ and no config.yaml"
-        raise ValueError(f"{source} is neither a run directory nor a checkpoint: {lacks}")
+        raise ValueError(
+            f"{source} is neither a run directory nor a checkpoint: "
+            "no checkpoints/ and no config.yaml"
+        )
     checkpoint.check_weights(folder)
     if folder == home:
         folder = home / "ema" if averaged and (home / "ema").is_dir() else home

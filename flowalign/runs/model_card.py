@@ -171,13 +171,17 @@ def read_benchmarks(folders: Sequence[str], weights: Path) -> list[tuple[str, st
 def _read_benchmark(folder: Path, digest: str, weights: Path) -> tuple[str, str]:
     file = folder / "results.json"
     if not file.is_file():
-        remedy = "name the output folder of a finished `flowalign eval --benchmark`"
-        raise ValueError(f"--benchmark {folder} has no results.json: {remedy}")
+        raise ValueError(
+            f"--benchmark {folder} has no results.json: name the output folder of "
+            "`flowalign eval --benchmark`, after all of its shards"
+        )
     content = read_object(file)
     if digest not in content["weights"].values():
         evaluated = ", ".join(content["weights"])
-        remedy = f"repeat `flowalign eval --benchmark` with --weights {weights}"
-        raise ValueError(f"--benchmark {folder} evaluated {evaluated}, not the exported: {remedy}")
+        raise ValueError(
+            f"--benchmark {folder} evaluated {evaluated}, not the exported weights: repeat "
+            f"`flowalign eval --benchmark` with --weights {weights}"
+        )
     return content["title"], (folder / "results.md").read_text(encoding="utf-8").strip()
 
 

@@ -19,7 +19,10 @@ def check_device(setup: Setup, device: torch.device) -> None:
         raise ValueError(f"offload is {setup.offload}, but {reason}")
     kinds = setup.quantization.denoiser, setup.quantization.text_encoders
     if "nf4" in kinds and device.type == "cpu":
-        raise ValueError("quantization nf4 needs a GPU; on the CPU choose int8 or fp8")
+        raise ValueError(
+            "quantization nf4 needs a GPU, since diffusers supports it only there; on the CPU "
+            "choose int8 or fp8"
+        )
 
 
 def check_world(sharding: Sharding, world: int) -> None:

@@ -101,9 +101,11 @@ def check_resumable(
     """
     found = find_changes(before, after)
     if refused := [change for change in found if not change.accepted]:
-        head = f"{where} cannot resume with other settings (earlier -> now):"
-        may = f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch."
-        raise ValueError("\n".join([head, *shorten_list(refused), may]))
+        listed = "\n".join(shorten_list(refused))
+        raise ValueError(
+            f"{where} cannot resume with other settings (earlier -> now):\n{listed}\n"
+            f"A resumed run may change {', '.join(ACCEPTED)} and every micro_batch."
+        )
     return found
 
 
@@ -174,8 +176,10 @@ def compare_settings(run: Run, config: str, resume: Path) -> list[str]:
         loop = checkpoint.read_loop(resume)
         done, inputs = loop["step"], _find_changed_inputs(run, config, loop)
         if run.num_steps < done:
-            remedy = f"give at least {done}, or an older checkpoint with --resume PATH"
-            raise ValueError(f"num_steps is {run.num_steps}, but {resume} has {done}: {remedy}")
+            raise ValueError(
+                f"num_steps is {run.num_steps}, but {resume} has {done} steps:\n"
+                f"give num_steps of at least {done}, or an older checkpoint with --resume PATH"
+            )
     before = read_yaml(resume / CONFIG)
     found = check_resumable(before, parse_yaml(config), str(resume))
     return shorten_list([*inputs, *found], _MOST_CHANGES)
@@ -233,8 +237,10 @@ def _find_changed_inputs(run: Run, config: str, loop: Mapping[str, Any]) -> list
     earlier, now = loop.get("inputs", {}), digest_inputs(run, config)
     changed = [name for name in earlier.keys() & now.keys() if earlier[name] != now[name]]
     if _WEIGHTS in changed:
-        earlier = f"other weights than in the first {loop['step']} steps"
-        raise ValueError(f"the model has {earlier}: restore them, or choose another output_dir")
+        raise ValueError(
+            f"the model has other weights than in the first {loop['step']} steps, which cannot be "
+            "continued: restore them, or choose another output_dir"
+        )
     return [f"content of {name} since step {loop['step']}" for name in sorted(changed)]
 
 

@@ -161,8 +161,10 @@ def is_file_name(out: str, clips: bool) -> bool:
         return False
     known = tuple(dict.fromkeys((*PICTURE_FILES, *CLIPS))) if clips else PICTURE_FILES
     if path.suffix.lower() not in known:
-        endings = f"{'videos' if clips else 'images'} can be written to {', '.join(known)}"
-        raise ValueError(f"--out {out}: {endings};\nfor a folder of this name, write {out}/")
+        raise ValueError(
+            f"--out {out}: {'videos' if clips else 'images'} can be written to "
+            f"{', '.join(known)};\nfor a folder with a dot in its name, write {out}/"
+        )
     return True
 
 

@@ -78,8 +78,10 @@ class Steering:
             output = self.rewards.score(self.rewards.batch(decode(x), requests, fps=policy.fps))
             if not (usable := self.rewards.usable(output.valid)).all():
                 i = int((~usable).nonzero()[0])
-                why = output.reasons.get(i, "no reason given")
-                raise RewardFailure(f"a sample of {requests[i].prompt!r} has no reward: {why}")
+                raise RewardFailure(
+                    f"a sample of {requests[i].prompt!r} has no reward, so it cannot be steered: "
+                    f"{output.reasons.get(i, 'no reason given')}"
+                )
             return (output.values.nan_to_num() * self.rewards.weights).sum(1)
 
         asked = num_steps, generators, micro_batch
@@ -180,8 +182,10 @@ def _check_guidance(run_file: Run, option: str) -> None:
         remedy = f"leave out {option}, or add --evaluation.reward_guidance null"
         raise ValueError(f"evaluation.reward_guidance does not reach {option}: {remedy}")
     if run_file.conditioning and run_file.conditioning.guidance is not None:
-        remedy = f"leave out {option}, or add --conditioning null"
-        raise ValueError(f"the guidance of conditioning does not reach {option}: {remedy}")
+        raise ValueError(
+            f"the guidance of conditioning {type(run_file.conditioning).__name__} does not reach "
+            f"{option}: drop the option, or the conditioning with --conditioning null"
+        )
 
 
 def _read_reward_sds(steps: int | None, options: Mapping[str, Any]) -> RewardSDS | None:

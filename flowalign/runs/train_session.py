@@ -233,9 +233,10 @@ def _save(session: Session, done: int, first_save: bool) -> None:
     try:
         folder = checkpoint.save(root, done, session.learner, session.config, state)
     except OSError as error:
-        why = f"could not write checkpoint {done} to {root}: {error.strerror or error}"
-        remedy = "Everything saved before is intact; free space and continue with --resume."
-        raise TrainingFailure(f"{why}.\n{remedy}") from error
+        raise TrainingFailure(
+            f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
+            "Everything saved before is intact; free space and continue with --resume."
+        ) from error
     if not session.processes.is_main:
         session.processes.barrier()
         return
@@ -243,8 +244,10 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         with session.costs.paused():
             difference = session.run.policy.verify_weights(str(folder))
         if difference != 0:
-            wrong = f"loads back with a difference of {difference:.1e} instead of 0"
-            raise TrainingFailure(f"{folder} {wrong}: do not use it.")
+            raise TrainingFailure(
+                f"{folder} loads back with a difference of {difference:.1e} instead of 0: "
+                "do not use it."
+            )
     checkpoint.prune(root, cfg.keep)
     session.processes.barrier()
 

@@ -69,7 +69,9 @@ def is_unused(folder: Path) -> bool:
 def require_unused(folder: Path) -> None:
     """Raise ValueError if a folder has contents, which a new run would overwrite."""
     if not is_unused(folder):
-        remedy = "Add --resume to continue it, --overwrite to replace it, or another output_dir."
+        remedy = (
+            "Add --resume to continue it, --overwrite to replace it, or choose another output_dir."
+        )
         raise ValueError(f"{folder} already holds a run and is not overwritten.\n{remedy}")
 
 

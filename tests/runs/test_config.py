@@ -186,7 +186,7 @@ def test_an_option_changes_one_weight_or_all_rewards():
     [
         ("rewards.1.weight=2", ["--rewards.1.weight", "from 0 to 0", "--rewards.0.weight"]),
         ("rewards.colour=2", ["--rewards.colour", "from 0 to 0"]),
-        ("rewards.0.weight=1", ["weight of ShapesVerifier is 1.0", "weight: {colour: 1.0}"]),
+        ("rewards.0.weight=1", ["ShapesVerifier has the weight 1.0", "weight: {colour: 1.0}"]),
         ("rewards.0.weight=loud", ["rewards.weight", "loud"]),
         ("rewards.0.weigt=1", ["weigt"]),
         ("rewards=[", ["--rewards", "no YAML"]),

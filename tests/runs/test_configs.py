@@ -154,14 +154,14 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
         ),
         (
             ["recipe.sampling.branching=flowalign.sampling.Tree"],
-            r"has 8 samples .*not 12: set sampling\.samples_per_prompt to 8",
+            r"has 8 samples .*not 12(.|\n)*Set recipe\.sampling\.samples_per_prompt to 8",
         ),
         (
             [
                 "recipe.sampling.branching=flowalign.sampling.Tree",
                 "recipe.sampling.branching.splits=[0,5]",
             ],
-            r"splits at \[5\], but the stochastic",
+            r"splits at \[5\], which the window",
         ),
         (
             [
@@ -179,7 +179,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
         (["recipe.advantages.scale=given"], r"Outcome gives no advantages: choose from group"),
         (
             ["recipe.algorithm=flowalign.losses.StepDPO", "recipe.updates_per_step=17"],
-            r"updates_per_step is 17, but a loss of pairs divides the",
+            r"updates_per_step is 17, but a loss of pairs divides a step by prompts",
         ),
         (["recipe.sampling.seeds_per_prompt=5"], r"which seeds_per_prompt 5 does not divide"),
         (["recipe.sampling.eta=[0.5,0.6]"], r"has 2 levels for 8 steps"),

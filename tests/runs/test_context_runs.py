@@ -184,7 +184,7 @@ def test_what_cannot_be_divided_is_refused_before_weights_are_read(file, changes
 
 
 def test_recipes_that_were_not_tested_are_refused():
-    with pytest.raises(ValueError, match="context_degree was not tested with recipe Untested"):
+    with pytest.raises(ValueError, match="context_degree was not tested with the recipe Untested"):
         type("Untested", (Recipe,), dict.fromkeys(Recipe.__abstractmethods__))().check_context()
 
 
@@ -192,9 +192,7 @@ def test_recipes_that_were_not_tested_are_refused():
 def test_groups_that_leave_processes_over_are_refused_and_samples_count_by_group():
     run, _ = load(VIDEO, ["sharding.context_degree=2"])
     for world in (1, 3):
-        with pytest.raises(
-            ValueError, match=rf"does not divide {world} processes; allowed here: 1"
-        ):
+        with pytest.raises(ValueError, match=rf"does not divide .* {world}: .*allowed here: 1"):
             plan(run, world)
     two, one = plan(run, 2), plan(load(VIDEO)[0], 1)
     differing = {row for row in one if one[row] != two.get(row)}

@@ -300,7 +300,7 @@ def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
 
 
 def test_a_frame_window_for_pictures_is_refused_before_weights_are_read():
-    with pytest.raises(ValueError, match=r"sampling\.frame_window needs frames"):
+    with pytest.raises(ValueError, match=r"sampling\.frame_window needs frames of a video"):
         plan(shapes(frame_window=FrameWindow(length=1)))
 
 

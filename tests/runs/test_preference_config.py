@@ -69,14 +69,14 @@ def test_what_was_resolved_resolves_to_itself(written, tmp_path):
 
 def test_a_loss_of_pairs_is_refused_for_samples(written):
     message = complaint(written({DATA + "kind": "samples"}))
-    assert "recipe.loss DPO compares pairs, but data has samples" in message
+    assert "recipe.loss DPO compares pairs, but recipe.data gives samples" in message
     assert "KTO, RWR or SFT" in message
 
 
 def test_a_loss_that_compares_rows_needs_a_micro_batch_of_all_of_them(written):
     changes = {RECIPE + "loss": KTO, RECIPE + "micro_batch": 31, DATA + "batch_size": 64}
     message = complaint(written(changes))
-    assert "recipe.micro_batch is 31, but KTO compares all 64" in message
+    assert "recipe.micro_batch is 31, but KTO compares all of the 64" in message
     load(written(changes | {RECIPE + "updates_per_step": 3}))
     load(written(changes | {RECIPE + "micro_batch": 64, DATA + "kind": "samples"}))
 
@@ -99,7 +99,7 @@ def test_rollouts_without_rewards_are_refused(written):
     assert "rewards is empty; name at least one reward model" in none
     for wrong in ({"weight": {"exact_match": 0.0}}, {}):
         message = complaint(with_rollouts(written(), **wrong))
-        assert "no reward has a weight other than 0: set one of" in message
+        assert "no reward has a weight other than 0: set the weight of one of its" in message
     run, _ = load(with_rollouts(written(), weight={"exact_match": 1.0}))
     assert isinstance(run.recipe, Matching)
 
@@ -108,9 +108,9 @@ def test_rollouts_without_rewards_are_refused(written):
 def test_attributes_and_a_teacher_come_together(written, tmp_path):
     one = {"expert": {"path": str(tmp_path)}}
     without = complaint(written({DATA + "kind": "attributes"}))
-    assert "names 0 teachers; recipe.data.kind attributes needs one" in without
+    assert "names 0 teachers; recipe.data.kind attributes is matched to one" in without
     pairs = complaint(written({RECIPE + "teachers": one}))
-    assert "StoredDataset with kind pairs is matched to noise - latents" in pairs
+    assert "StoredDataset with kind pairs are matched to noise - latents" in pairs
     load(written({DATA + "kind": "attributes", RECIPE + "teachers": one}))
 
 
@@ -120,7 +120,7 @@ def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "region, region_strength")):
         changes = {RECIPE + "loss": {"class_path": f"flowalign.extra.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
-        assert f"needs {part}, which Rollouts lacks" in message
+        assert f"needs {part}, which data of class Rollouts does not give" in message
         load(written(changes))
         guarded = {
             RECIPE + "loss": {
@@ -133,7 +133,7 @@ def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
 
 
 def test_held_out_pairs_that_nobody_evaluates_are_refused(written):
-    assert ", but evaluation is null: set held_out to null" in complaint(
+    assert "but evaluation, which reads it, is null: set held_out to null" in complaint(
         written({"evaluation": None})
     )
     load(written({"evaluation": None, DATA + "held_out": None}))
@@ -206,7 +206,7 @@ def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
 
 def test_fewer_pairs_than_processes_are_refused(written):
     run, _ = load(written({DATA + "batch_size": 3}))
-    with pytest.raises(ValueError, match="3 examples per step, fewer than the 4"):
+    with pytest.raises(ValueError, match="3 pairs or samples per step, fewer than the 4"):
         plan(run, world=4)
 
 

@@ -190,7 +190,7 @@ def test_a_resumption_with_other_base_weights_is_refused(tmp_path, capsys):
     ("config", "changes", "why"),
     [
         ("num_steps: 2\nseed: 5\n", {}, "seed: 4 -> 5"),
-        ("num_steps: 1\nseed: 4\n", {"num_steps": 1}, "give at least 2"),
+        ("num_steps: 1\nseed: 4\n", {"num_steps": 1}, "num_steps of at least 2"),
         ("num_steps: 2\nseed: 4\n", {"policy": PixelPolicy(width=8)}, "another model or adapter"),
         ("num_steps: 2\nseed: 4\n", {"policy": Unloadable()}, "weights are of another model"),
     ],

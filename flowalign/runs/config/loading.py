@@ -110,8 +110,10 @@ def _read_base(base: str, config: str) -> dict[str, Any]:
     with convert_value_errors(f"{config} extends a file that cannot be used:\n"):
         content = read_mapping(base)
     if _EXTENDS in content:
-        remedy = f"Only one level is allowed: list all base files in {config}."
-        raise ConfigError(f"{config} extends {base}, which extends another file.\n{remedy}")
+        raise ConfigError(
+            f"{config} extends {base}, which extends {content[_EXTENDS]} itself.\n"
+            f"Only one level is allowed: list all base files in {config}."
+        )
     return content
 
 

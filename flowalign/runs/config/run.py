@@ -232,8 +232,10 @@ class Run:
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance
         if guided and self.conditioning and self.conditioning.guidance:
-            both = "evaluation.reward_guidance and conditioning.guidance"
-            raise ValueError(f"{both} both guide the sampler: set one of them to null")
+            raise ValueError(
+                "evaluation.reward_guidance and conditioning.guidance both guide the sampler: set "
+                "one of them to null"
+            )
 
     def build_rewards(
         self,
