@@ -64,7 +64,7 @@ def require_known(what: str, names: Iterable[str], known: Iterable[str]) -> None
     there = list(known)
     for name in names:
         if name not in there:
-            raise ValueError(f"{what} {name!r}; {suggest_name(name, there)}")
+            raise ValueError(f"{what} {name!r}; {suggest_name(str(name), map(str, there))}")
 
 
 def require_default(settings: Any, key: str, reason: str, *names: str) -> None:
