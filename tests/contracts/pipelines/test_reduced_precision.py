@@ -14,7 +14,7 @@ NFT = "configs/shapes_nft.yaml"
 @pytest.mark.parametrize(
     ("files", "key", "why"),
     [
-        (["configs/shapes.yaml"], "recipe", "compares log-probabilities of rollout"),
+        (["configs/shapes.yaml"], "recipe", "compares log-probabilities of the rollout"),
         (["configs/shapes.yaml", "configs/methods/flow_opd.yaml"], "recipe.data", "is matched"),
     ],
 )
