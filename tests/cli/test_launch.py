@@ -154,7 +154,7 @@ def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == ""
     assert launched(*argv, "3") == []
     assert (
-        "--processes is 3, but a launcher that sets RANK has started 2: leave it out"
+        "--processes is 3, but RANK is set, so a launcher has started 2: leave out"
         in capsys.readouterr().err
     )
 
