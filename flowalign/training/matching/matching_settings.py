@@ -80,8 +80,11 @@ class MatchingSettings:
         if self.loss.velocity:
             reason = f"{type(self.loss).__name__} is defined on velocities"
             require_default(self, "recipe", reason, "space")
-        if not self.teachers:
-            require_default(self, "recipe", "recipe.teachers names no teacher", "cold_start")
+        if self.cold_start != "policy" and not self.teachers:
+            raise ValueError(
+                f"recipe.cold_start is {self.cold_start}, but recipe.teachers is empty: name the "
+                "teachers, or set it to policy"
+            )
         if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
             remedy = "which is a reserved name: rename the teacher, for example after its reward"
             raise ValueError(f"recipe.teachers names {taken[0]}, {remedy}")
