@@ -16,7 +16,7 @@ from flowalign.utils.interrupts import tie_to_parent
 
 HELP = "Train a reward model, fit its weights, or measure its agreement with annotators."
 _RULES = (
-    "--rewards needs --out",
+    "--rewards needs --out FOLDER: the scores are written there",
     *(f"--{name} needs --rewards" for name in ("schema", "root", "limit", "columns")),
 )
 """Options of `reward eval` that need others."""
