@@ -277,7 +277,7 @@ def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(
 def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
     check_world(Sharding(weights="blocks", shard_degree=3), 6)
     check_world(Sharding(weights="blocks"), 7)
-    with pytest.raises(ValueError, match=r"shard_degree is 4, which does not divide 6 processes"):
+    with pytest.raises(ValueError, match=r"shard_degree is 4, which does not divide .* 6: "):
         check_world(Sharding(weights="blocks", shard_degree=4), 6)
 
 
