@@ -275,8 +275,8 @@ def test_chosen_columns_only(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--scores", "MQ"], "no scored dimension 'MQ'; the table has VQ"),
-        (["--humans", "rank/x"], "no human column 'rank/x'; the table has rank/overall"),
+        (["--scores", "MQ"], "no scored dimension 'MQ'; there are VQ"),
+        (["--humans", "rank/x"], "no human column 'rank/x'; there are rank/overall"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, words, message):
@@ -288,7 +288,7 @@ def test_wrong_options_are_refused(tmp_path, words, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"record": "a"}], "no column medium, prompt"),
+        ([{"record": "a"}], "it has no column 'medium'; there are record"),
         ([{k: v for k, v in RANKED[0].items() if k != "VQ_valid"}], "no scored dimension"),
         ([{k: v for k, v in RANKED[0].items() if k != "rank/overall"}], "no column rank/..."),
         (None, "holds none of scores.parquet, scores.jsonl"),
