@@ -114,7 +114,7 @@ def test_clips_and_prompts_are_read_from_columns_of_other_names(written, tmp_pat
     options = [f"clips={table}", f"output_dir={named}", "--columns", "video=clip", "prompt=words"]
     assert exit_code("clip-pairs", plain, *options) == 0
     assert exit_code("clip-pairs", plain, f"clips={table}", "columns={video: gone}") == 2
-    assert "no column 'gone'\nthere are clip, words" in capsys.readouterr().err
+    assert "no column 'gone'; there are clip, words" in capsys.readouterr().err
     table.unlink()
     assert exit_code("clip-pairs", plain) == 0
     for one, other in zip(rows(named), rows(tmp_path / "out"), strict=True):
