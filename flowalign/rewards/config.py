@@ -95,6 +95,11 @@ def _load_source(source: str) -> tuple[list[RewardModel], str]:
         return build_reward_models(read_yaml(path, source), source)
     if source.endswith((".yaml", ".yml")):
         raise ConfigError(f"rewards file {source!r} does not exist (looked in {Path.cwd()})")
+    if "." not in source:
+        raise ConfigError(
+            f"rewards {source!r} is no file (looked in {Path.cwd()}) and no class with its module, "
+            f"such as reward_models.{source}"
+        )
     return build_reward_models({"rewards": [{"class_path": source}]}, source)
 
 

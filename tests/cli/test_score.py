@@ -186,6 +186,7 @@ def test_a_folder_with_its_results_and_other_files_continues_and_follows_its_cap
         ("--processes", 10_000, "--processes is 10000, but this machine has"),
         ("--schema", "pick", "schema is 'pick'; there are auto"),
         ("--root", "nowhere", "'nowhere', does not exist"),
+        ("--rewards", "JpegSize", "such as reward_models.JpegSize"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, option, value, message):
