@@ -2,8 +2,8 @@
 
     python assets/bench/code_lines.py
 
-Blank lines, comments and docstrings do not count. A guard is a line of a `raise` or of a text that
-is assigned just before it, or of a function whose name begins with check, refuse or require.
+Blank lines, comments and docstrings do not count. Guards are the lines of a `raise`, of a
+text that is assigned just before it, and of functions named check, refuse or require.
 """
 
 import ast

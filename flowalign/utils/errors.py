@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from operator import attrgetter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 _LONGEST = 300
+"""Largest number of characters of a quoted error, and of a list of names."""
 
 
 class ConfigError(ValueError):
@@ -47,15 +49,16 @@ def explain_errors(
         yield
     except caught as error:
         text = " ".join(str(error).split())[:_LONGEST] if kinds else str(error)
-        is_bare = not text or isinstance(error, LookupError | TypeError | AttributeError)
-        raise to(f"{prefix}: {f'{type(error).__name__} ' * is_bare}{text}") from error
+        if not text or isinstance(error, LookupError | TypeError | AttributeError):
+            text = f"{type(error).__name__} {text}"
+        raise to(f"{prefix}: {text}") from error
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the most similar known name, if any, and all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
-    there = ", ".join(names)[:_LONGEST] or "none"
+    there = shorten(", ".join(names) or "none", _LONGEST, placeholder=" ...")
     return f"did you mean {near[0]!r}? There are {there}" if near else f"there are {there}"
 
 

@@ -66,9 +66,9 @@ NonNegativeFloat: TypeAlias = Annotated[float, Range(least=0)]
 UnitInterval: TypeAlias = Annotated[float, Range(least=0, most=1)]
 """A share or a probability."""
 Guidance: TypeAlias = Annotated[float, Range(least=0, most=1000)]
+"""Scale of classifier-free or embedded guidance."""
 GuidanceScale: TypeAlias = Guidance | Literal["model"]
 """Scale of classifier-free guidance; model: the scale that the run file sets for the policy."""
-"""Scale of classifier-free or embedded guidance."""
 ImportPath = NewType("ImportPath", str)
 """Dotted path of a function, or `my_file.py:function`."""
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
